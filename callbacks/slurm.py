@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_diffusion.files import atomic_write_text
+from lit_diffusion.files import atomic_write_text, checked_read
 
 _JOB_FILE = "slurm-job"
 
@@ -60,8 +60,9 @@ def is_requeue_of(folder: Path) -> bool:
     file = folder / _JOB_FILE
     if not file.is_file():
         return False
-    *job, restarts = file.read_text().split()
-    return job == [_cluster(), job_id()] and _restarts() > int(restarts)
+    with checked_read(file, "mark of a SLURM job", "delete it"):
+        *job, restarts = file.read_text().split()
+        return job == [_cluster(), job_id()] and _restarts() > int(restarts)
 
 
 def _cluster() -> str:

@@ -1,8 +1,14 @@
 """Atomic writes that survive a power cut, and safe reading of files from untrusted sources."""
 
+import errno
+import fcntl
 import os
+import stat
+import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from io import BytesIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -18,6 +24,14 @@ Ghostscript for some of its other formats."""
 IMAGE_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 """Pillow's mode for each number of channels."""
 
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFBLK: "device",
+    stat.S_IFCHR: "device",
+}
+
 
 def user_cache() -> Path:
     """Folder for cached results: $XDG_CACHE_HOME/lit-diffusion, or ~/.cache/lit-diffusion."""
@@ -30,25 +44,49 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
 
     After any exception the old file at `path` is intact and the temporary file is removed.
 
+    A write also removes what a killed process left of an earlier one.
+
     Args:
         path: file to write or replace.
         shared: whether several processes may write this file at the same time; each then uses its
-            own temporary file. Otherwise all writes share one temporary name, so that a write also
-            removes the leftover of a crash.
+            own temporary file, locked until it is renamed. Otherwise all writes share one name.
+
+    Raises:
+        OSError: if the file cannot be written, as on a full disk. It names `path`.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid4().hex if shared else ''}part")
     try:
+        if shared:
+            _remove_leftovers(path)
         temporary.unlink(missing_ok=True)  # left by a crash, or a link placed by somebody else
         with temporary.open("x+b") as file:
+            if shared:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+            os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # Writes name no file, and encoders of images no number.
+        number, reason = error.errno or errno.EIO, error.strerror or str(error)
+        raise OSError(number, reason, str(path)) from error
     finally:
         with suppress(OSError):  # must not hide the exception of the write itself
             temporary.unlink()
     sync_folder(path.parent)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Delete temporary files of `path` that no process is writing: a kill ends a lock, too."""
+    for leftover in path.parent.glob(f".{escape(path.name)}.*part"):
+        with suppress(OSError, ValueError), check_regular(leftover).open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - leftover.stat().st_mtime > 1:  # a newer one may not be locked yet
+                leftover.unlink()
 
 
 def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None:
@@ -66,10 +104,77 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def require_regular_file(path: Path) -> None:
-    """Raise ValueError for a folder, pipe or device at `path`, which must exist."""
-    if not path.is_file():
-        raise ValueError(f"{path} is no regular file.")
+def check_regular(path: str | Path) -> Path:
+    """Check that `path` is a regular file, or a link to one, and return it.
+
+    Everything that a user or a file names is opened after this check: reading a pipe waits for a
+    writer, and reading a device may never end.
+
+    Raises:
+        FileNotFoundError: if nothing is there.
+        ValueError: if there is a folder, pipe, socket or device.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+        raise ValueError(f"{path} is no regular file, but a {kind}; put the file itself there.")
+    return Path(path)
+
+
+@contextmanager
+def checked_read(
+    path: str | Path, content: str, fix: str = "copy or write it again, or name another file"
+) -> Iterator[Path]:
+    """Context that yields the path of a regular file, and in which the file is read.
+
+    Any error in the context means that the file is damaged: decoders raise many types.
+
+    Args:
+        path: file to read.
+        content: what it must hold, for the message.
+        fix: what to do if it does not, for the message.
+
+    Raises:
+        OSError: if the file is missing or may not be read.
+        ValueError: if it is damaged or no regular file. The message has the path and the reason.
+    """
+    path = check_regular(path)
+    try:
+        yield path
+    except (MemoryError, PermissionError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        if isinstance(error, KeyError):
+            reason = f"it lacks {reason}"
+        elif isinstance(error, RecursionError):
+            reason = "it is nested too deep"
+        raise ValueError(f"{path} is damaged or no {content} ({reason}); {fix}.") from error
+
+
+def check_archive(path: Path) -> None:
+    """Check the checksums and the unpacked size of a file of `torch.save`.
+
+    This reads the whole file, about as fast as the disk. Files of other formats pass.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: with the reason, but not the file's name.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        unpacked_size = sum(member.file_size for member in members)
+        is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+        if not is_stored or unpacked_size > path.stat().st_size:
+            raise ValueError(
+                f"it would unpack to {unpacked_size:,} bytes: torch.save compresses nothing"
+            )
+        if (broken := archive.testzip()) is not None:
+            raise ValueError(
+                f"the checksum of {broken} is wrong, or was left out by "
+                "torch.serialization.set_crc32_options(False); then save it again with True"
+            )
 
 
 def open_image(source: Path | BytesIO) -> "Image":
@@ -82,5 +187,5 @@ def open_image(source: Path | BytesIO) -> "Image":
     from PIL import Image
 
     if isinstance(source, Path):
-        require_regular_file(source)
+        check_regular(source)
     return Image.open(source, formats=IMAGE_FORMATS)

@@ -182,6 +182,49 @@ def test_no_class_of_ours_is_found_by_a_string():
         assert not late or name_of(file) in ("cli.main", "callbacks"), file
 
 
+UNCHECKED_READS = {
+    "callbacks.rank_watch",  # files of /proc
+    "config.trust",  # sources of this package
+    "lab.compare.report",  # its style sheet
+}
+
+
+def test_only_regular_files_are_read():
+    """Opening a pipe waits for a writer: each function that reads a file checks that it is one.
+
+    Appending and writing are not looked at: what is appended to was read before.
+    """
+    functions = [
+        (f"{name_of(file)}.{node.name}", node)
+        for file in SOURCES
+        if name_of(file) not in {"files", *UNCHECKED_READS}
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    reading = [name for name, node in functions if any(map(reads_a_file, ast.walk(node)))]
+    assert len(reading) > 30
+    checked = [
+        name
+        for name, node in functions
+        if re.search(r"\bcheck(ed_read|_regular)\(", ast.unparse(node))
+    ]
+    assert set(reading) - set(checked) == set()
+
+
+def reads_a_file(node: ast.AST) -> bool:
+    """Whether a node is a call that opens a file for reading, of others than this package's."""
+    if not isinstance(node, ast.Call) or "__file__" in ast.unparse(node):
+        return False
+    function = ast.unparse(node.func)
+    name = function.rpartition(".")[2]
+    modes = [a.value for a in node.args if isinstance(a, ast.Constant)]
+    return (
+        name in ("read_text", "read_bytes", "safe_open", "load_file", "from_pretrained")
+        or function in ("np.load", "torch.load", "Image.open", "open")
+        or (name == "open" and (not node.args or modes in (["r"], ["rb"])))
+    )
+
+
 def test_private_names_of_others_are_used_in_their_file_alone():
     lines = []
     for file in SOURCES:

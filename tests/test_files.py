@@ -1,9 +1,19 @@
+import fcntl
 import os
+import socket
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from lit_diffusion.files import IMAGE_FORMATS, atomic_write, atomic_write_text, open_image
+from lit_diffusion.files import (
+    IMAGE_FORMATS,
+    atomic_write,
+    atomic_write_text,
+    check_regular,
+    checked_read,
+    open_image,
+)
 
 
 def test_a_file_is_replaced(tmp_path):
@@ -22,7 +32,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*notes\.txt'"):
         atomic_write_text(path, "two")
     assert path.read_text() == "one"
     assert os.listdir(tmp_path) == ["notes.txt"]
@@ -66,6 +76,67 @@ def test_two_processes_that_write_one_file_each_leave_a_whole_one(tmp_path):
         other.write(b"other")
     assert path.read_bytes() == b"one"
     assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_an_error_of_an_encoder_that_names_no_file_gets_the_name(tmp_path):
+    named = pytest.raises(OSError, match=r"encoder error -2.*a\.gif")
+    with named as caught, atomic_write(tmp_path / "a.gif"):
+        raise OSError("encoder error -2 when writing image file")  # Pillow, on a full disk
+    assert caught.value.errno
+
+
+def test_a_shared_write_removes_what_a_killed_process_left_but_not_what_is_being_written(tmp_path):
+    killed, written, others = (
+        tmp_path / name for name in (".cache.11part", ".cache.22part", ".cache2.33part")
+    )
+    for part in (killed, written, others):
+        part.write_text("half")
+        os.utime(part, (0, 0))
+    with written.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        atomic_write_text(tmp_path / "cache", "whole", shared=True)
+    assert set(os.listdir(tmp_path)) == {"cache", written.name, others.name}
+
+
+def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    Path("file").write_text("text")
+    Path("link").symlink_to("file")
+    for name in ("file", "link"):
+        assert check_regular(name).read_text() == "text"
+    os.mkfifo("pipe")
+    Path("zero").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+        for name, kind in (
+            ("pipe", "pipe"),
+            ("zero", "device"),
+            ("socket", "socket"),
+            (".", "fold"),
+        ):
+            with pytest.raises(ValueError, match=f"{name} is no regular file, but a {kind}"):
+                check_regular(name)
+            with pytest.raises(ValueError, match="no regular file"), checked_read(name, "text"):
+                raise AssertionError
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        check_regular("nothing")
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("width"), EOFError(), RecursionError("deep"), ValueError("line 1\nis odd")]
+)
+def test_any_error_of_a_decoder_names_the_file_the_reason_and_the_fix(tmp_path, error):
+    (tmp_path / "a.json").write_text("{")
+    named = pytest.raises(ValueError, match=r"a\.json is damaged or no record \(.+\); remove it\.$")
+    with named, checked_read(tmp_path / "a.json", "record", "remove it"):
+        raise error
+
+
+def test_a_lack_of_memory_or_permission_is_no_damage(tmp_path):
+    (tmp_path / "a").touch()
+    for error in (MemoryError, PermissionError):
+        with pytest.raises(error), checked_read(tmp_path / "a", "record"):
+            raise error
 
 
 def test_an_exception_leaves_the_old_file(tmp_path):

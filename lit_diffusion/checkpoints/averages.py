@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.ema import check_averages
 from lit_diffusion.ema_profiles import coefficients, exponent
-from lit_diffusion.files import atomic_write
+from lit_diffusion.files import atomic_write, check_regular
 
 _NAME_PREFIXES = {"EMA": "ema", "PowerEMA": "power"}
 """Prefix of the names of averages, by callback."""
@@ -176,7 +176,7 @@ def reconstruct_average(
     """
     files = {number: file for number, file in list_snapshots(folder).items() if number < step}
     for number, file in files.items():
-        if hashes.get(number) != sha256(file.read_bytes()).hexdigest():
+        if hashes.get(number) != sha256(check_regular(file).read_bytes()).hexdigest():
             raise ValueError(
                 f"{file} is not the snapshot that the run of the checkpoint took at step {number}: "
                 "it is damaged, or another run's. Delete it, or bring the right one back."
@@ -216,11 +216,11 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 def _read_widths(path: Path) -> list[float]:
-    with safe_open(path, "pt") as file:
+    with safe_open(check_regular(path), "pt") as file:
         return sorted({float(key.partition("/")[0]) for key in file.keys()})  # noqa: SIM118
 
 
 def _read_average(path: Path, width: float) -> dict[str, Tensor]:
-    with safe_open(path, "pt") as file:
+    with safe_open(check_regular(path), "pt") as file:
         keys = [key for key in file.keys() if float(key.partition("/")[0]) == width]  # noqa: SIM118
         return {key.partition("/")[2]: file.get_tensor(key) for key in keys}

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lit_diffusion.callbacks.trainer_state import find_dtensor
 from lit_diffusion.config.renamed import rename_checkpoint
+from lit_diffusion.files import check_archive, check_regular
 
 Checkpoint = dict[str, Any]
 
@@ -56,8 +57,9 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
         )
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the checkpoint file in it.")
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    check_regular(path)
     try:
         check_archive(path)
         mmap = mmap and zipfile.is_zipfile(path)
@@ -84,7 +86,8 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
 def read_step(path: str | Path) -> int:
     """Optimizer steps of a checkpoint, without reading its tensors; -1 if unknown."""
     try:
-        step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+        file = check_regular(path)
+        step = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["global_step"]
     except Exception:  # torch raises many types for a broken file
         return -1
     return step if isinstance(step, int) else -1
@@ -93,31 +96,6 @@ def read_step(path: str | Path) -> int:
 def is_distributed_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint of `torch.distributed.checkpoint`."""
     return (folder / ".metadata").is_file()
-
-
-def check_archive(path: Path) -> None:
-    """Check the checksums and the unpacked size of a file of `torch.save`.
-
-    This reads the whole file, about as fast as the disk. Files of other formats pass.
-
-    Raises:
-        ValueError, zipfile.BadZipFile: with the reason, but not the file's name.
-    """
-    if not zipfile.is_zipfile(path):
-        return
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        unpacked_size = sum(member.file_size for member in members)
-        is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-        if not is_stored or unpacked_size > path.stat().st_size:
-            raise ValueError(
-                f"it would unpack to {unpacked_size:,} bytes: torch.save compresses nothing"
-            )
-        if (broken := archive.testzip()) is not None:
-            raise ValueError(
-                f"the checksum of {broken} is wrong, or was left out by "
-                "torch.serialization.set_crc32_options(False); then save it again with True"
-            )
 
 
 def check_content(checkpoint: Any) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_diffusion.cli.options import Parser, add_device, usable_device
+from lit_diffusion.cli.options import Parser, add_device, integer, usable_device
 from lit_diffusion.signals import print_error, raise_on_signals
 
 
@@ -25,16 +25,16 @@ share the shards. VAE is a folder that diffusers' AutoencoderKL.save_pretrained 
     add = parser.add_argument
     add("--images", required=True, metavar="DIR", help="folder of images")
     text = "side of the crops, in pixels"
-    add("--image-size", required=True, type=int, metavar="N", help=text)
+    add("--image-size", required=True, type=integer, metavar="N", help=text)
     add("--vae", required=True, metavar="DIR", help="folder of an AutoencoderKL")
     add("--out", required=True, metavar="DIR", help="folder for the latents")
     add("--flips", action="store_true", help="encode every image mirrored, too (default: no)")
     text = "images at a time (default 16)"
-    add("--batch-size", type=int, default=16, metavar="B", help=text)
+    add("--batch-size", type=integer, default=16, metavar="B", help=text)
     text = "images in a file (default 4096)"
-    add("--shard-size", type=int, default=4096, metavar="N", help=text)
+    add("--shard-size", type=integer, default=4096, metavar="N", help=text)
     text = "processes that read images (default: by the number of cores)"
-    add("--num-workers", type=int, metavar="W", help=text)
+    add("--num-workers", type=integer, metavar="W", help=text)
     add_device(parser)
     return parser
 

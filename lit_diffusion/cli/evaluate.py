@@ -9,6 +9,7 @@ from lit_diffusion.cli.options import (
     add_checkpoint,
     add_data,
     add_sampling,
+    integer,
     numbers,
     parse_sampling,
     sampling_options,
@@ -47,7 +48,7 @@ Scores are torch-fidelity's on the PNG files. Compare only those of equal number
         (default: that of the run's evaluations, else inception-v3-compat)"""
     add("--extractor", metavar="NAME", help=text)
     text = "number of images to generate (default: as many as real images)"
-    add("--num", type=int, metavar="N", help=text)
+    add("--num", type=integer, metavar="N", help=text)
     add("--out", metavar="DIR", help="folder that keeps the generated images (default: none)")
     text = "score averages of these relative widths, on the same seeds; for a run with PowerEMA"
     add("--ema", type=numbers, metavar="0.02,0.05,0.1", help=text)

@@ -22,7 +22,7 @@ from lit_diffusion.cli.options import SamplingOptions, require_lab, usable_devic
 from lit_diffusion.cli.run_data import protocol_of_run, real_images
 from lit_diffusion.cli.run_folder import run_of
 from lit_diffusion.cli.sampling import RECORD, image_folder, write_samples
-from lit_diffusion.files import atomic_write, user_cache
+from lit_diffusion.files import atomic_write, checked_read, user_cache
 from lit_diffusion.metrics.auxiliary_metrics import (
     DISTANCES,
     MAX_NEIGHBORS,
@@ -98,13 +98,10 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
 def _read_samples_record(folder: Path) -> dict[str, Any]:
     """The content of samples.json in a folder of images; without it, the folder's name."""
     path = folder / RECORD
-    if not path.is_file():
+    if not path.exists():
         return {"images": str(folder)}
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, RecursionError) as error:
-        reason = str(error)[:200]
-        raise ValueError(f"{path} is no record of samples: {reason}; remove it.") from error
+    with checked_read(path, "record of samples", "remove it") as file:
+        return dict(json.loads(file.read_text()))
 
 
 def table(record: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_diffusion.files import atomic_write_text
+from lit_diffusion.files import atomic_write_text, check_regular, checked_read
 
 Row = dict[str, str]
 
@@ -98,6 +98,9 @@ class AppendingCSVLogger(Logger):
         atomic_write_text(self.path, _to_csv(self._columns, [header, *rows]))
 
 
+_FIX = "repair it, or delete it"
+
+
 def _to_row(metrics: Mapping[str, float], step: int | None) -> Row:
     return {"step": "" if step is None else str(step)} | {k: str(v) for k, v in metrics.items()}
 
@@ -123,14 +126,16 @@ def read_rows(path: str | Path) -> list[Row]:
     Raises:
         ValueError: if the file is not CSV, or a step is not a number.
     """
-    try:
-        rows = list(csv.DictReader(io.StringIO(_complete_lines(path))))
-    except csv.Error as error:
-        raise ValueError(f"{path} is broken: {error}.") from error
+    if not os.path.lexists(path):
+        return []
+    with checked_read(path, "CSV file", _FIX) as file:
+        rows = list(csv.DictReader(io.StringIO(_complete_lines(file))))
     rows = [{k: v for k, v in row.items() if v and isinstance(k, str)} for row in rows]
     for row in rows:
         if not re.fullmatch(r"-?\d{1,18}", row.get("step", "0")):
-            raise ValueError(f"{path} is broken: a step must be a number, got {row['step']!r:.50}.")
+            raise ValueError(
+                f"{path} is damaged: a step must be a number, got {row['step']!r:.50}; {_FIX}."
+            )
     return rows
 
 
@@ -140,15 +145,14 @@ def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: if a line is not an evaluation.
     """
-    records: list[dict[str, Any]] = []
-    for line in filter(None, _complete_lines(path).splitlines()):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
+    if not os.path.lexists(path):
+        return []
+    with checked_read(path, "list of evaluations", _FIX) as file:
+        lines = list(filter(None, _complete_lines(file).splitlines()))
+        records: list[dict[str, Any]] = list(map(json.loads, lines))
+    for line, record in zip(lines, records, strict=True):
         if not _is_evaluation(record):
-            raise ValueError(f"{path} is broken: {line[:50]!r} is no evaluation.")
-        records.append(record)
+            raise ValueError(f"{path} is damaged: {line[:50]!r} is no evaluation; {_FIX}.")
     return records
 
 
@@ -171,15 +175,7 @@ def rewind_evaluations(path: str | Path, step: int) -> int:
     return len(old_records) - len(records)
 
 
-def _complete_lines(path: str | Path) -> str:
-    """Text of a file without an incomplete last line; "" without a file."""
-    path = Path(path)
-    if not os.path.lexists(path):
-        return ""
-    if not path.is_file():
-        raise ValueError(f"{path} is no regular file.")
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is broken: it is not UTF-8: {error.reason}.") from error
+def _complete_lines(path: Path) -> str:
+    """Text of a file without an incomplete last line."""
+    text = check_regular(path).read_text()
     return text[: text.rfind("\n") + 1]

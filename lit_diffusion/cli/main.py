@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from lit_diffusion import __version__
-from lit_diffusion.config.messages import is_out_of_memory, is_user_error
+from lit_diffusion.config.messages import describe_error, is_out_of_memory, is_user_error
 from lit_diffusion.signals import record_signals
 
 COMMANDS = {
@@ -107,7 +107,7 @@ def _report(command: str, error: Exception, debug: bool) -> int:
     on_purpose = is_user_error(error)
     if debug or not on_purpose:
         traceback.print_exception(error)
-    message = str(error) or type(error).__name__
+    message = describe_error(error)
     if len(message) > 3500:
         message = f"{message[:3500]} [...] {message[-500:]}"
     if is_out_of_memory(error):

@@ -90,8 +90,6 @@ class SamplingOptions:
             )
 
     def _check_guidance(self) -> None:
-        if self.guidance is not None and not math.isfinite(self.guidance):
-            raise ValueError(f"--guidance must be finite, got {self.guidance}.")
         if self.weaker and self.classifier:
             raise ValueError("give --weaker or --classifier, not both.")
         if self.guidance_rescale and (self.weaker or self.classifier):
@@ -191,16 +189,16 @@ def add_sampling(parser: Parser) -> None:
     text = (
         "number of solver steps (default: as in the checkpoint); Heun has two evaluations in each"
     )
-    add("--steps", type=int, metavar="N", help=text)
+    add("--steps", type=integer, metavar="N", help=text)
     text = """another solver: DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC, ..., or a class path; its
         arguments as YAML, or as --solver.NAME=VALUE"""
     add("--solver", metavar="S", help=text)
     text = "scale of classifier-free guidance; 1 is unguided (default: as in the checkpoint)"
-    add("--guidance", type=float, metavar="S", help=text)
+    add("--guidance", type=number, metavar="S", help=text)
     text = "guide only between these noise levels sigma / alpha (default: at all)"
     add("--guidance_interval", type=_two_numbers, metavar="LOW,HIGH", help=text)
     text = "0 to 1: how far guided images get the contrast of unguided ones (default 0; usual 0.7)"
-    add("--guidance_rescale", type=float, default=0.0, metavar="R", help=text)
+    add("--guidance_rescale", type=number, default=0.0, metavar="R", help=text)
     text = "guide away from this weaker checkpoint, by --guidance S (default 2); W as for --weights"
     add("--weaker", metavar="C[:W]", help=text)
     text = "guide by this checkpoint of a NoisyClassifier, with --guidance S (default 1)"
@@ -208,20 +206,36 @@ def add_sampling(parser: Parser) -> None:
     text = "image, or folder of PNG files, to start from instead of noise"
     add("--init", metavar="P", help=text)
     text = f"share of the solver's steps taken from --init: above 0, at most 1 (default {STRENGTH})"
-    add("--strength", type=float, metavar="R", help=text)
+    add("--strength", type=number, metavar="R", help=text)
     text = "grey image, lighter than half where --init is kept; the rest is generated to fit"
     add("--mask", metavar="PNG", help=text)
     text = "seed of the first image, then one more each (default 0)"
-    add("--seed", type=int, default=0, help=text)
+    add("--seed", type=integer, default=0, help=text)
     text = "images at a time (default 64)"
-    add("--batch-size", type=int, default=64, metavar="B", help=text)
+    add("--batch-size", type=integer, default=64, metavar="B", help=text)
     add_device(parser)
+
+
+def integer(text: str) -> int:
+    """An integer that torch and numpy can hold."""
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"must be an integer of 64 bits, got {text}")
+    return value
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
+    return value
 
 
 def integers(text: str) -> list[int]:
     """Comma-separated integers."""
     try:
-        return [int(part) for part in text.split(",")]
+        return [integer(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be integers such as 0,1,2, got {text!r}") from None
 

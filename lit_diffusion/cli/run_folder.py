@@ -20,6 +20,7 @@ import yaml
 from lit_diffusion.callbacks.slurm import is_requeue_of
 from lit_diffusion.cli.options import Parser
 from lit_diffusion.config.yaml_file import read_yaml
+from lit_diffusion.files import check_regular
 
 CLAIM = ".lock"
 """File in a run folder that is locked by the process that trains into it."""
@@ -213,7 +214,7 @@ def traces(root: Path) -> list[Path]:
     files = [file for file, num in min_lines.items() if _has_lines(file, num)]
     files += sorted(root.glob("checkpoints/*.ckpt"))
     if files == [curves] and curves.is_file():
-        with curves.open("rb") as lines:
+        with check_regular(curves).open("rb") as lines:
             names = {*next(lines).strip().split(b",")}
         if names == {b"step", b"train/loss", b"train/nonfinite_steps"}:
             return []
@@ -224,7 +225,7 @@ def _has_lines(file: Path, num: int) -> bool:
     """Whether a file has `num` lines or more; True for a pipe or folder, reported later."""
     if not file.is_file():
         return file.exists()
-    with file.open("rb") as lines:
+    with check_regular(file).open("rb") as lines:
         return len(list(islice(lines, num))) == num
 
 

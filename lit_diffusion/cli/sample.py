@@ -7,6 +7,7 @@ from lit_diffusion.cli.options import (
     add_checkpoint,
     add_data,
     add_sampling,
+    integer,
     integers,
     parse_sampling,
     sampling_options,
@@ -40,7 +41,7 @@ and the FID of each.""",
     )
     add_checkpoint(parser, required=True)
     add = parser.add_argument
-    add("--num", type=int, default=64, metavar="N", help="number of images (default 64)")
+    add("--num", type=integer, default=64, metavar="N", help="number of images (default 64)")
     add("--out", required=True, metavar="DIR", help="folder for the images")
     text = "draw the first four images at each step of the solver"
     add("--trajectory", action="store_true", help=text)

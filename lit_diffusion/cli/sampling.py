@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
-from torchvision.transforms.functional import pil_to_tensor, to_pil_image
+from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.callbacks.progress import format_speed
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.reading import is_count
 from lit_diffusion.cli.generator import ImageGenerator
 from lit_diffusion.cli.trajectory import write_trajectory
-from lit_diffusion.files import atomic_write, atomic_write_text
+from lit_diffusion.files import atomic_write, atomic_write_text, check_regular
+from lit_diffusion.metrics.images import read_image
 from lit_diffusion.signals import defer_signals, print_error
 
 RECORD = "samples.json"
@@ -36,7 +36,7 @@ def image_folder(path: str | Path) -> Path:
 def unfinished_record(folder: Path) -> dict[str, Any]:
     """The content of samples.json of an interrupted call; {} without one."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads(check_regular(folder / RECORD).read_text())
         is_unfinished = record["of"] != record["num"] or not (folder / "grid.png").exists()
         if is_count(record["num"]) and is_count(record["of"]) and is_unfinished:
             return dict(record)
@@ -104,4 +104,4 @@ def json_text(record: dict[str, Any]) -> str:
 def read_samples(folder: Path, num: int) -> Tensor:
     """The first images of a folder, (num, C, H, W) uint8."""
     files = (folder / f"{i:06d}.png" for i in range(num))
-    return torch.stack([pil_to_tensor(Image.open(file)) for file in files])
+    return torch.stack([read_image(file) for file in files])

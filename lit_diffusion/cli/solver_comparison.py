@@ -27,7 +27,7 @@ from lit_diffusion.cli.sampling import (
     read_samples,
     write_samples,
 )
-from lit_diffusion.files import atomic_write, atomic_write_text, user_cache
+from lit_diffusion.files import atomic_write, atomic_write_text, checked_read, user_cache
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.images import as_image_set
 from lit_diffusion.metrics.reference import MIN_IMAGES, Scorer, measure_reference
@@ -144,8 +144,10 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
     cell.evaluations = len(solver_times(module.solver, module.process))
     record = generator.record(num, num)
     cell.sampling = record["sampling"]
-    if (folder / "grid.png").exists() and (folder / RECORD).read_text() == json_text(record):
-        return
+    if (folder / "grid.png").exists():
+        with checked_read(folder / RECORD, "record of samples", "delete its folder") as file:
+            if file.read_text() == json_text(record):
+                return
     try:
         write_samples(generator, num, image_folder(folder))
     except NonFiniteSamples as error:

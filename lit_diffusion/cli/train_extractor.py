@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from lit_diffusion.cli.options import Parser, add_device, add_trust, usable_device
+from lit_diffusion.cli.options import Parser, add_device, add_trust, integer, usable_device
 
 
 def build_parser() -> Parser:
@@ -23,9 +23,9 @@ are. An FID by it can be compared with others by the same file only: keep the fi
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="YAML with the data")
     add("--out", required=True, metavar="FILE.safetensors", help="file to write")
-    add("--steps", type=int, default=1500, metavar="N", help="training steps (default 1500)")
+    add("--steps", type=integer, default=1500, metavar="N", help="training steps (default 1500)")
     text = "images in a step (default 128)"
-    add("--batch-size", type=int, default=128, metavar="B", help=text)
+    add("--batch-size", type=integer, default=128, metavar="B", help=text)
     add_device(parser)
     add_trust(parser, "the config")
     return parser

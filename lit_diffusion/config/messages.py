@@ -1,5 +1,6 @@
 """Short error messages for a wrong config or command line, with the fix."""
 
+import errno
 import inspect
 import linecache
 import re
@@ -102,16 +103,43 @@ def parameter_names(class_path: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+FIXES = {
+    errno.ENOSPC: "free some space there, or write to another disk",
+    errno.EDQUOT: "free some space there, or write to another disk",
+    errno.EFBIG: "write to a file system that holds larger files",
+    errno.EROFS: "write to another folder",
+    errno.EACCES: "get the permission, or name another path",
+    errno.EPERM: "get the permission, or name another path",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "a part of the path is a file; name another path",
+    errno.EISDIR: "name a file",
+    errno.EEXIST: "name another path",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "allow more open files by `ulimit -n`",
+    errno.EIO: "the disk or its connection is faulty",
+}
+"""What to do about an error of the operating system, by its number."""
+
+_WORKER_ERROR = re.compile(
+    r'Caught \w+ in DataLoader worker process .*  File "[^"]*/lit_diffusion/[^"]*", line \d+, in '
+    r"\w+\n    raise [^\n]*\n(?:    [^\n]*\n)*[\w.]+: (.*)",
+    re.DOTALL,
+)
+"""Message of an error that one of our checks raised in a worker, with the check's own message."""
+
+
 def is_user_error(
     error: BaseException, packages: Sequence[str] = ("lit_diffusion", "lightning")
 ) -> bool:
     """Whether an error comes from a check in one of the packages, rather than from a bug.
 
-    An error counts as a check if a `raise` statement of these packages raised it. Errors of the
-    operating system that name a file, and out-of-memory errors, count as checks as well.
+    An error counts as a check if a `raise` statement of these packages raised it, in this process
+    or in a DataLoader worker. Errors of the operating system with a number (a full disk, a missing
+    file; not those of connections) and out-of-memory errors count as checks as well.
     """
-    is_about_file = isinstance(error, OSError) and error.filename is not None
-    if is_about_file or is_out_of_memory(error):
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+        return True
+    if is_out_of_memory(error) or _WORKER_ERROR.match(str(error)):
         return True
     if type(error).__name__ == "MisconfigurationException":
         return True
@@ -121,6 +149,17 @@ def is_user_error(
     package = str(frame.f_globals.get("__name__")).split(".")[0]
     line = linecache.getline(frame.f_code.co_filename, number)
     return package in packages and line.strip().startswith("raise ")
+
+
+def describe_error(error: BaseException) -> str:
+    """The message of an error. Errors of the operating system say what to do."""
+    if isinstance(error, OSError) and error.errno and error.strerror:
+        subject = "" if error.filename is None else f"{error.filename}: "
+        fix = FIXES.get(error.errno, "see to the file system, or name another path")
+        return f"{subject}{error.strerror}; {fix}."
+    if in_worker := _WORKER_ERROR.match(str(error)):
+        return in_worker[1].strip()
+    return str(error) or type(error).__name__
 
 
 def is_out_of_memory(error: BaseException) -> bool:

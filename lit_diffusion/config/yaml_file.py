@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from lit_diffusion.config.renamed import rename_config
-from lit_diffusion.files import require_regular_file
+from lit_diffusion.files import check_regular, checked_read
 
 MAX_BYTES = 10**5
 """Maximum size of a config in bytes; a file of this size parses quickly."""
@@ -21,22 +21,15 @@ def read_yaml(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if the file is not YAML, too large, or nested too deep.
+        ValueError: if the file is not YAML, too large, nested too deep, or no regular file.
     """
-    path = Path(path)
-    if path.exists():
-        require_regular_file(path)
-    if path.stat().st_size > MAX_BYTES:
+    if check_regular(path).stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes: that is no config.")
-    try:
-        text = path.read_text()
+    with checked_read(path, "YAML") as file:
+        text = file.read_text()
         events = yaml.parse(text, yaml.SafeLoader)
         if sum(isinstance(event, yaml.AliasEvent) for event in events) > MAX_ALIASES:
             raise ValueError(f"a config with more than {MAX_ALIASES} aliases (*name) is refused")
         content = yaml.safe_load(text)
         json.dumps(content, default=str, skipkeys=True)  # raises for a value that contains itself
         return rename_config(content)
-    except RecursionError:
-        raise ValueError(f"{path} is not YAML: it is nested too deep.") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error

@@ -8,6 +8,7 @@ error of float16 in decoded pixels is below that of rounding them to 8 bits.
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lit_diffusion.data.base import ImageDataModule, Split, split_rows
 from lit_diffusion.data.datasets import Batch, ImageDataset, is_mirrored
-from lit_diffusion.files import atomic_write, atomic_write_text
+from lit_diffusion.files import atomic_write, atomic_write_text, check_regular, checked_read
 
 INDEX = "index.json"
 
@@ -47,17 +48,15 @@ class LatentIndex:
             ValueError: if the file is not an index.
         """
         path = folder / INDEX
-        if not path.is_file():
+        if not path.exists():
             raise FileNotFoundError(
                 f"{folder.absolute()} holds no {INDEX}: write latents there with `lit-diffusion "
                 f"encode --out {folder}`."
             )
-        try:
-            fields = json.loads(path.read_text())
+        with checked_read(path, "index of latents") as file:
+            fields = json.loads(file.read_text())
             tuples = {name: tuple(fields[name]) for name in ("image_shape", "classes")}
             return cls(**{**fields, **tuples})
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is no index of latents ({error}).") from error
 
     def write(self, folder: Path) -> None:
         """Write or replace the index. All processes may call this, as they write the same."""
@@ -75,11 +74,9 @@ class LatentIndex:
         """Shards that are missing from a folder, truncated, or of other images or another VAE."""
         missing = []
         for shard in self.shards():
-            try:
-                with safe_open(folder / shard[0], "pt") as file:
-                    digest = (file.metadata() or {}).get("of")
-            except (OSError, SafetensorError):
-                digest = None
+            path, digest = folder / shard[0], None
+            with suppress(OSError, SafetensorError), safe_open(check_regular(path), "pt") as file:
+                digest = (file.metadata() or {}).get("of")
             if digest != self._digest(shard[0]):
                 missing.append(shard)
         return missing
@@ -108,7 +105,7 @@ class LatentIndex:
 @cache
 def _map_moments(path: str) -> Any:
     """Memory-mapped moments of a shard. A row is read when it is indexed."""
-    shard: Any = safe_open(path, "pt")
+    shard: Any = safe_open(check_regular(path), "pt")
     return shard.get_slice("moments")
 
 
@@ -207,7 +204,7 @@ class Latents(ImageDataModule):
         labels = []
         for name, _, flip in index.shards():
             if not flip:
-                with safe_open(folder / name, "pt") as shard:
+                with safe_open(check_regular(folder / name), "pt") as shard:
                     labels.append(shard.get_tensor("labels"))
         if isinstance(self.val, Path):
             rows = torch.arange(index.num)

@@ -28,7 +28,7 @@ from lit_diffusion.data.cropped_images import (
     CroppedImages,
     Requirements,
 )
-from lit_diffusion.files import open_image, user_cache
+from lit_diffusion.files import check_regular, open_image, user_cache
 
 MAX_REQUESTS = 8
 """Number of images that a worker requests from a bucket at the same time."""
@@ -266,7 +266,7 @@ def open_set(url: str, process: int) -> ChunkedSet:
         )
     try:
         reader = StreamingDataset(url, str(user_cache() / "litdata"), batch_decode=0)
-        text = (Path(reader.input_dir.path) / INDEX).read_text()
+        text = check_regular(Path(reader.input_dir.path) / INDEX).read_text()
         index = json.loads(text)
         sizes = {chunk["filename"]: chunk["chunk_bytes"] for chunk in index["chunks"]}
         num = sum(chunk["chunk_size"] for chunk in index["chunks"])
@@ -284,6 +284,9 @@ def open_set(url: str, process: int) -> ChunkedSet:
             f"{url} is compressed or encrypted, so litdata reads no single samples of it: write it "
             "without; image files are compressed already."
         )
+    for name in sizes:
+        if (chunk := Path(url, name)).exists():
+            check_regular(chunk)
     chunked_set = ChunkedSet(reader, sizes, num, hashlib.sha256(text.encode()).hexdigest())
     chunked_set.read_sample(0, f"Sample 0 of {url}")  # connects before threads do so concurrently
     return chunked_set

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from lit_diffusion.files import atomic_write_text
+from lit_diffusion.files import atomic_write, atomic_write_text, check_regular, checked_read
 from lit_diffusion.gaussian import FixedLarge, LearnedRange
 from lit_diffusion.grids import Sections
 from lit_diffusion.interchange import diffusers_dit, diffusers_unet
@@ -64,18 +64,17 @@ def write_diffusers(
             remarks.append("Put an AutoencoderKL into vae/, which DiTPipeline needs.")
     else:
         raise ValueError(f"diffusers has no {name}: export a UNet or DiT, or --format safetensors.")
-    if vae is not None:
-        _check_vae(Path(vae), name)
+    vae_files = [] if vae is None else _list_vae_files(Path(vae), name)
     schedule = {"_class_name": scheduler, **scheduler_config(module)}
 
     out = create_folder(folder)
+    for file in vae_files:  # first: the VAE's folder may be one that is written below
+        _copy_file(file, out / "vae" / file.name)
     write_model(out / part, {"_class_name": model, **config}, weights)
     _write_json(out / "scheduler" / "scheduler_config.json", schedule)
     index = {part: ["diffusers", model], "scheduler": ["diffusers", scheduler]}
     if name == "DiT":
         index["vae"] = ["diffusers", "AutoencoderKL"]
-    if vae is not None:
-        shutil.copytree(vae, out / "vae", dirs_exist_ok=True)
     _write_json(out / "model_index.json", {"_class_name": pipeline, **index})
     return remarks
 
@@ -113,7 +112,8 @@ def write_model(folder: Path, config: Json, weights: Mapping[str, Tensor]) -> No
     """Write the config and the weights of a network into a folder."""
     _write_json(folder / "config.json", config)
     weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    save_file(weights, folder / f"{_WEIGHTS_STEM}.safetensors", {"format": "pt"})
+    with atomic_write(folder / f"{_WEIGHTS_STEM}.safetensors") as file:
+        file.write(save(weights, {"format": "pt"}))
 
 
 def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
@@ -127,13 +127,13 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
     """
     folder = Path(folder)
     folder = folder / "unet" if (folder / "unet").is_dir() else folder
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no config.json; name a folder of a UNet2DModel.")
     config = _read_json(folder / "config.json")
     if config.get("_class_name", "UNet2DModel") != "UNet2DModel":
         raise ValueError(f"{folder} is of a {config['_class_name']}, and must be of a UNet2DModel.")
     file = folder / f"{_WEIGHTS_STEM}.safetensors"
-    if file.is_file():
+    if file.exists():
         return config, read_safetensors(file)
     return config, read_state_dict(folder / f"{_WEIGHTS_STEM}.bin")
 
@@ -147,23 +147,34 @@ def _classes_as_number(arguments: Json) -> Json:
     return arguments
 
 
-def _check_vae(folder: Path, network: str) -> None:
-    """Raise ValueError unless the folder holds an AutoencoderKL and the network is a DiT."""
+def _list_vae_files(folder: Path, network: str) -> list[Path]:
+    """The config and the weight files in the folder of an AutoencoderKL, for a DiT.
+
+    Raises:
+        ValueError: if it is the folder of something else, one of these is no regular file, or the
+            network is no DiT.
+    """
     if network != "DiT":
         raise ValueError(f"--vae {folder} is for a DiT, whose pipeline has one, not a {network}.")
-    path = folder / "config.json"
-    if not path.is_file() or _read_json(path).get("_class_name") != "AutoencoderKL":
+    path, weights = folder / "config.json", sorted(folder.glob(f"{_WEIGHTS_STEM}*"))
+    is_vae = path.exists() and _read_json(path).get("_class_name") == "AutoencoderKL"
+    if not is_vae or not weights:
         raise ValueError(
             f"--vae {folder} must be the folder of an AutoencoderKL, as its save_pretrained "
             "writes it."
         )
+    return [check_regular(file) for file in (path, *weights)]
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    with check_regular(source).open("rb") as original, atomic_write(target) as copy:
+        shutil.copyfileobj(original, copy)
 
 
 def _read_json(path: Path) -> Json:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error}; write or copy it again.") from None
+    with checked_read(path, "config of diffusers") as file:
+        return dict(json.loads(file.read_text()))
 
 
 def _write_json(path: Path, content: Json) -> None:

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lit_diffusion import __version__
 from lit_diffusion.config.renamed import rename_config
-from lit_diffusion.files import atomic_write, atomic_write_text
+from lit_diffusion.files import (
+    atomic_write,
+    atomic_write_text,
+    check_archive,
+    check_regular,
+    checked_read,
+)
 from lit_diffusion.networks.conditions import Classes, Tokens, Vectors, WordIds
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
@@ -62,7 +67,7 @@ def create_folder(path: str | Path) -> Path:
 
 def is_exported(path: str | Path) -> bool:
     """Whether a folder holds an exported network."""
-    return (Path(path) / RECORD).is_file()
+    return (Path(path) / RECORD).exists()
 
 
 def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -77,14 +82,12 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         raise FileNotFoundError(
             f"{folder} holds no {RECORD}; write it with `lit-diffusion convert export`."
         )
-    try:
-        record = rename_config(json.loads((folder / RECORD).read_text()))
+    with checked_read(folder / RECORD, "record of a network", "export it again") as file:
+        record = rename_config(json.loads(file.read_text()))
         expected = record["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / RECORD} is damaged: {error!r}; export it again.") from None
-    path = folder / WEIGHTS
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    path = check_regular(folder / WEIGHTS)
+    with path.open("rb") as weights:
+        sha256 = hashlib.file_digest(weights, "sha256").hexdigest()
     if sha256 != expected:
         raise ValueError(
             f"{path} has SHA-256 {sha256}, and {RECORD} says {expected}: the files are of "
@@ -95,10 +98,8 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file to the CPU."""
-    try:
-        return dict(load_file(path))
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated, damaged or no safetensors file: {error}.") from None
+    with checked_read(path, "safetensors file") as file:
+        return dict(load_file(file))
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
@@ -109,13 +110,13 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     Returns:
         Tensors by name, on the CPU. Floating-point tensors are converted to float32.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}.")
+    path = check_regular(path)
     try:
+        check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for broken files
         # From None: torch advises to run the code in the file, which a traceback would show.
-        reason = "is damaged or of no such format"
+        reason = f"is damaged or of no such format ({str(error).splitlines()[0]:.100})"
         if "GLOBAL" in str(error):
             reason = "holds pickled code, which is never run"
         raise ValueError(f"{path} {reason}; save the state_dict alone, by torch.save.") from None
@@ -179,9 +180,13 @@ def check_state_dict(
     try:
         with torch.device("meta"):
             network = build_network(network_class, arguments)
+    except Exception as error:  # unknown or odd arguments may raise anything
+        reason = str(error).rstrip(".")
+        raise ValueError(
+            f"{source}: {name} cannot be built: {reason} (its arguments are {dict(arguments)})."
+        ) from None
+    try:
         network.load_state_dict(state, assign=True)
-    except (TypeError, KeyError) as error:  # an unknown argument or condition
-        raise ValueError(f"{source}: {name} cannot be built: {error}.") from None
     except RuntimeError as error:  # lists the mismatches
         reason = " ".join(str(error).split())
         raise ValueError(f"{source} is no {name} of {dict(arguments)}: {reason:.300}") from None

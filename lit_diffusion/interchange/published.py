@@ -5,16 +5,23 @@ whether the label embedding has a row for "no class". The result is checked agai
 shapes of all weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import isqrt
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lit_diffusion.interchange.diffusers_folder import read_model
 from lit_diffusion.interchange.diffusers_unet import from_diffusers
-from lit_diffusion.interchange.exported import check_state_dict, read_state_dict, write_network
+from lit_diffusion.interchange.exported import (
+    WEIGHTS,
+    check_state_dict,
+    read_state_dict,
+    write_network,
+)
 from lit_diffusion.networks.conditions import Classes
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
@@ -39,25 +46,58 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is of another kind, or an argument is missing or wrong.
+        ValueError: if it is of another kind, weights are not finite numbers, an argument is missing
+            or wrong, or the export would replace the file.
     """
     file = Path(file)
+    if file.exists() and file.absolute() == (Path(out) / WEIGHTS).absolute():
+        raise ValueError(f"--out {out} would replace {file} itself; choose another folder.")
     if kind == "diffusers-unet":
         config, diffusers_state = read_model(file)
-        try:
+        check_weights(diffusers_state, str(file))
+        with _explained(kind, str(file)):
             arguments, state = from_diffusers(diffusers_state, config)
-        except KeyError as error:
-            raise ValueError(f"{file} is not of --kind {kind}: it lacks {error.args[0]}.") from None
         network_class: NetworkClass = UNet
         arguments |= overrides
         check_state_dict(network_class, arguments, state, str(file))
     else:
         state = read_state_dict(file)
+        check_weights(state, str(file))
         network_class, arguments = infer(state, kind, overrides, str(file))
     path = f"{network_class.__module__}.{network_class.__name__}"
     spec = {"class_path": path, "init_args": arguments}
     write_network(out, state, {"network": spec, "weights": "raw", "source": file.name})
     return spec
+
+
+def check_weights(state: State, source: str) -> None:
+    """Check that weights are dense, real, floating-point and finite, as in every published file.
+
+    Raises:
+        ValueError: for other weights. The message has the `source` and the name of the first.
+    """
+    for name, value in state.items():
+        is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_meta)
+        if not (is_dense and value.is_floating_point()):
+            raise ValueError(
+                f"{source}: weights must be dense floating-point numbers, and {name} is "
+                f"{value.dtype}, {value.layout}; save them as float32."
+            )
+        if bad := int((~value.float().isfinite()).sum()):
+            raise ValueError(
+                f"{source}: weights must be finite, and {bad} of {value.numel()} numbers of {name} "
+                "are not; the file is damaged, or the training diverged: take another."
+            )
+
+
+@contextmanager
+def _explained(kind: str, source: str) -> Iterator[None]:
+    """Context that reads names and shapes, where a file of another kind may raise anything."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{source} is not of --kind {kind}: {reason.rstrip('.')}.") from error
 
 
 def infer(
@@ -76,21 +116,19 @@ def infer(
     """
     matches: list[Json] = []
     mismatch = ValueError(f"{source} is not of --kind {kind}.")
-    try:
+    with _explained(kind, source):
         network_class, candidates = KINDS[kind](state, overrides)
-        _require_arguments(network_class, kind, state, overrides)
-        for i, candidate in enumerate(candidates):
-            arguments = candidate | dict(overrides)
-            if network_class is UViT:
-                arguments.pop("null_class", None)  # it is in `condition`
-            try:
-                check_state_dict(network_class, arguments, state, source)
-            except ValueError as error:
-                mismatch = error if i == 0 else mismatch
-            else:
-                matches += [arguments] * (arguments not in matches)
-    except KeyError as error:
-        raise ValueError(f"{source} is not of --kind {kind}: it lacks {error.args[0]}.") from None
+    _require_arguments(network_class, kind, state, overrides)
+    for i, candidate in enumerate(candidates):
+        arguments = candidate | dict(overrides)
+        if network_class is UViT:
+            arguments.pop("null_class", None)  # it is in `condition`
+        try:
+            check_state_dict(network_class, arguments, state, source)
+        except ValueError as error:
+            mismatch = error if i == 0 else mismatch
+        else:
+            matches += [arguments] * (arguments not in matches)
     if not matches:
         raise mismatch
     if len(matches) > 1:

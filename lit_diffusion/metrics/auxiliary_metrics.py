@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from torch_fidelity.metric_prc import prc_features_to_metric
 
 from lit_diffusion.distributed import all_gather_objects, call_on_rank_zero, rank_and_world_size
-from lit_diffusion.files import atomic_write
+from lit_diffusion.files import atomic_write, check_regular, checked_read
 from lit_diffusion.metrics.extractors import Pixels, RandomCNN
 from lit_diffusion.metrics.image_distances import nearest_neighbors
 from lit_diffusion.metrics.images import ImageSet, evenly_spaced
@@ -190,10 +190,10 @@ def _cached_features(scorer: Scorer, real: ImageSet, max_images: int, cache: Pat
     path = cache / f"{protocol.name}-{protocol.sha256[:8]}-features-{key}.npy"
 
     def is_cached() -> bool:
-        try:
-            return path.is_file() and len(np.load(path, mmap_mode="r")) > 0
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is not a file of features ({error}); delete it.") from error
+        if not path.exists():
+            return False
+        with checked_read(path, "file of features", "delete it") as file:
+            return len(np.load(file, mmap_mode="r")) > 0
 
     if not call_on_rank_zero(is_cached):
         local_features, _ = scorer.features_of_share(real, evenly_spaced(len(real), max_images))
@@ -202,7 +202,7 @@ def _cached_features(scorer: Scorer, real: ImageSet, max_images: int, cache: Pat
             cache.mkdir(parents=True, exist_ok=True)
             with atomic_write(path, shared=True) as file:
                 np.save(file, features.numpy())
-    return torch.from_numpy(np.load(path)) if rank_and_world_size()[0] == 0 else None
+    return torch.from_numpy(np.load(check_regular(path))) if rank_and_world_size()[0] == 0 else None
 
 
 def _precision_and_recall(samples: Tensor, real: Tensor, prefix: str) -> dict[str, float]:

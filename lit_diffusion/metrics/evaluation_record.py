@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_diffusion.files import atomic_write_text
+from lit_diffusion.files import atomic_write_text, checked_read
 
 EMA_CURVE = "ema-curve.jsonl"
 """File in a run folder with a record for each averaging width that `evaluate --ema` scored."""
@@ -76,11 +76,11 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     Raises:
         ValueError: if the existing file is not JSON lines.
     """
-    lines = path.read_text().splitlines() if path.exists() else []
-    try:
-        records = [dict(json.loads(line)) for line in lines]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
+    lines, records = list[str](), list[dict[str, Any]]()
+    if path.exists():
+        with checked_read(path, "list of evaluations", "repair or remove it") as file:
+            lines = file.read_text().splitlines()
+            records = [dict(json.loads(line)) for line in lines]
     new = json.loads(json.dumps(asdict(record)))
     protocol = new.keys() - _RESULT_FIELDS
     replaced = []

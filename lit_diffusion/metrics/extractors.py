@@ -23,7 +23,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import (
     FeatureExtractorInceptionV3,
 )
 
-from lit_diffusion.files import atomic_write
+from lit_diffusion.files import atomic_write, check_regular, checked_read
 from lit_diffusion.metrics.small_classifier import SmallClassifier, load_small_classifier
 
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
@@ -100,7 +100,7 @@ class InceptionV3Compat:
         self.check()
         # torch-fidelity loads its file with full pickle. So read the weights with the safe loader,
         # and pass torch-fidelity an in-memory copy of them.
-        state = torch.load(self._path(), map_location="cpu", weights_only=True)
+        state = torch.load(check_regular(self._path()), map_location="cpu", weights_only=True)
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
@@ -165,9 +165,9 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
 
 def require_sha256(path: Path, sha256: str, remedy: str) -> None:
     """Raise FileNotFoundError or ValueError, with a remedy, unless `path` has this SHA-256."""
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
-    with path.open("rb") as file:
+    with check_regular(path).open("rb") as file:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual != sha256:
         raise ValueError(
@@ -194,7 +194,7 @@ class _SmallCNN:
     def build(self) -> nn.Module:
         """A module that maps images uint8 (N, channels, H, W) to features (N, num_features)."""
         self.check()
-        return load_small_classifier(load_file(self.path), self.size)
+        return load_small_classifier(load_file(check_regular(self.path)), self.size)
 
 
 @cache
@@ -251,25 +251,22 @@ class TrainedCNN(_SmallCNN):
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_file():
+        if not self.path.exists():
             raise FileNotFoundError(
                 f"there is no extractor {path}; `lit-diffusion train-extractor` makes one."
             )
-        self.sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
-        try:
+        with checked_read(self.path, "file of `train-extractor`"):
+            self.sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
             with safe_open(self.path, "pt") as file:
                 self.record = dict(json.loads(file.metadata()["extractor"]))
             self.name = f"{self.record['name']}-{self.sha256[:8]}"
             self.size = [int(pixels) for pixels in self.record["size"]]
             self.channels = load_small_classifier(load_file(self.path), self.size).channels
-        except Exception as error:  # a wrong file may raise anything
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ValueError(f"{path} is no file of `train-extractor` ({reason}).") from error
 
     def copy_to(self, folder: Path) -> None:
         """Copy the file into a run folder, under the protocol's name."""
         with atomic_write(folder / f"{self.name}.safetensors") as file:
-            file.write(self.path.read_bytes())
+            file.write(check_regular(self.path).read_bytes())
 
 
 @dataclass(frozen=True)

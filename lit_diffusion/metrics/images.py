@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from lit_diffusion.files import IMAGE_MODES, open_image
+from lit_diffusion.files import IMAGE_MODES, checked_read, open_image
 
 BatchKey: TypeAlias = int | str | Callable[..., Any] | None
 """How to get the images (N, C, H, W) of a batch: an index, a key, or a function of the batch. None
@@ -117,12 +117,9 @@ def read_image(path: Path) -> Tensor:
     Raises:
         ValueError: if the file cannot be read, or is of another mode such as a palette.
     """
-    try:
-        with open_image(path) as image:
-            mode = image.mode
-            pixels: Tensor | None = pil_to_tensor(image) if mode in IMAGE_MODES.values() else None
-    except Exception as error:  # Pillow's decoders raise anything on broken data
-        raise ValueError(f"{path} is not a readable image: {error}") from error
+    with checked_read(path, "image") as file, open_image(file) as image:
+        mode = image.mode
+        pixels: Tensor | None = pil_to_tensor(image) if mode in IMAGE_MODES.values() else None
     if pixels is None:
         raise ValueError(
             f"{path} has mode {mode}; images must be of mode L, LA, RGB or RGBA: convert it."
@@ -172,13 +169,10 @@ def open_images(path: str | Path) -> Dataset[Any]:
     path = Path(path)
     if path.is_dir():
         return FolderImages(path)
-    if path.suffix != ".npz" or not path.is_file():
+    if path.suffix != ".npz" or not path.exists():
         raise ValueError(f"{path} is neither a folder of images nor an .npz file of them.")
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            images = arrays.get("arr_0")
-    except Exception as error:  # zipfile and numpy raise anything on a broken file
-        raise ValueError(f"{path} cannot be read as .npz: {error}.") from error
+    with checked_read(path, ".npz file") as file, np.load(file, allow_pickle=False) as arrays:
+        images = arrays.get("arr_0")
     if images is None or images.dtype != np.uint8 or images.ndim != 4 or not len(images):
         content = "none" if images is None else f"{images.dtype} {images.shape}"
         raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), N >= 1, got {content}.")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_diffusion.distributed import all_gather_objects, call_on_rank_zero, rank_and_world_size
-from lit_diffusion.files import atomic_write
+from lit_diffusion.files import atomic_write, checked_read
 from lit_diffusion.metrics.extractors import FIDProtocol, match_channels
 from lit_diffusion.metrics.frechet import REAL_SUMS, FrechetDistance
 from lit_diffusion.metrics.images import ImageSet
@@ -262,15 +262,13 @@ def load_statistics(path: Path) -> dict[str, Tensor] | None:
     """
     if not path.exists():
         return None
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
+    with checked_read(path, "file of statistics", "delete it") as file:
+        with np.load(file, allow_pickle=False) as arrays:
             statistics = {name: torch.from_numpy(arrays[name]) for name in arrays}
         dimensions = [statistics[name].ndim for name in (*REAL_SUMS, "floors", "floor_matched")]
         if dimensions != [1, 2, 0, 1, 0]:
             raise ValueError("it holds other arrays")
         return statistics
-    except Exception as error:  # zipfile and numpy raise anything on a broken file
-        raise ValueError(f"{path} is not a file of statistics ({error}); delete it.") from error
 
 
 def save_statistics(path: Path, statistics: Mapping[str, Tensor]) -> None:

@@ -4,11 +4,14 @@ import hashlib
 import json
 from functools import cached_property
 from importlib.util import find_spec
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from lit_diffusion.files import check_regular, checked_read
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -50,7 +53,7 @@ class VAECodec:
         batch_size: int = 16,
     ) -> None:
         self.folder, self.batch_size = Path(folder).expanduser(), batch_size
-        missing = [n for n in ("config.json", WEIGHTS) if not (self.folder / n).is_file()]
+        missing = [n for n in ("config.json", WEIGHTS) if not (self.folder / n).exists()]
         if missing:
             raise FileNotFoundError(
                 f"{self.folder.absolute()} holds no {' and no '.join(missing)}: put there the "
@@ -58,20 +61,25 @@ class VAECodec:
             )
         if find_spec("diffusers") is None:
             raise ModuleNotFoundError("VAECodec needs diffusers: pip install -e '.[diffusers]'.")
-        config = json.loads((self.folder / "config.json").read_text())
+        check_regular(self.folder / WEIGHTS)
+        with checked_read(self.folder / "config.json", "config of an AutoencoderKL") as file:
+            config = dict(json.loads(file.read_text()))
         if config.get("_class_name") != "AutoencoderKL":
             raise ValueError(
                 f"{self.folder} holds {config.get('_class_name')}, and an AutoencoderKL is needed."
             )
-        self.scale: float = config.get("scaling_factor", 0.18215) if scale is None else scale
-        self.shift: float = (config.get("shift_factor") or 0.0) if shift is None else shift
-        if not (self.scale > 0 and batch_size >= 1):
+        with checked_read(self.folder / "config.json", "config of an AutoencoderKL"):
+            self.scale: float = config.get("scaling_factor", 0.18215) if scale is None else scale
+            self.shift: float = (config.get("shift_factor") or 0.0) if shift is None else shift
+            self.image_channels = int(config["in_channels"])
+            self._latent_channels = int(config["latent_channels"])
+            self._reduction = 2 ** (len(config["block_out_channels"]) - 1)
+            is_valid = 0 < self.scale < inf and isfinite(self.shift) and batch_size >= 1
+        if not is_valid:
             raise ValueError(
-                f"scale > 0 and batch_size >= 1 must hold, got {self.scale} and {batch_size}."
+                "0 < scale < inf, a finite shift and batch_size >= 1 must hold, got "
+                f"{self.scale}, {self.shift} and {batch_size}."
             )
-        self.image_channels: int = config["in_channels"]
-        self._latent_channels: int = config["latent_channels"]
-        self._reduction: int = 2 ** (len(config["block_out_channels"]) - 1)
 
     def __repr__(self) -> str:
         return f"VAECodec({str(self.folder)!r}, scale={self.scale}, shift={self.shift})"
@@ -79,7 +87,7 @@ class VAECodec:
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the weights."""
-        with (self.folder / WEIGHTS).open("rb") as file:
+        with check_regular(self.folder / WEIGHTS).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
@@ -139,7 +147,9 @@ class VAECodec:
     def _vae(self) -> Any:
         from diffusers import AutoencoderKL
 
-        with torch.random.fork_rng(devices=[]):  # random weights before loading
+        # Before the weights are loaded, they are drawn at random.
+        weights = checked_read(self.folder / WEIGHTS, "weights of its config.json")
+        with weights, torch.random.fork_rng(devices=[]):
             from_pretrained: Any = AutoencoderKL.from_pretrained
             vae, info = from_pretrained(
                 self.folder,

@@ -699,4 +699,4 @@ def test_an_error_of_the_first_process_stops_all_instead_of_leaving_them_waiting
         path.write_bytes(b"broken")
     for rank in run_ranks(evaluate_on_ranks, 2, tmp_path):
         assert rank.exit_code == 1
-        assert "is not a file of statistics" in rank.output
+        assert "is damaged or no file of statistics" in rank.output

@@ -13,13 +13,13 @@ from support.plain_module import assert_same_bits
 from torch import nn
 
 from lit_diffusion.checkpoints.reading import (
-    check_archive,
     check_content,
     check_resumable,
     limit_parameters,
     read_checkpoint,
     read_step,
 )
+from lit_diffusion.files import check_archive
 
 
 @pytest.mark.parametrize("part", [0.0, 0.9, 0.999])

@@ -1,3 +1,7 @@
+import errno
+import os
+import re
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -96,7 +100,10 @@ def test_a_checkpoint_of_another_sort_is_refused(run):
         (f"{IMPORT} --num_heads=4", "there is no option 'num_heads'"),
         (f"{IMPORT} --network.num_heads=4 --network.wings=2", "DiT cannot be built"),
         ("convert export --checkpoint run --out x --vae vae", "--vae vae belongs to --format diff"),
-        ("convert import no.pt --kind dit --out out", "There is no file no.pt"),
+        (
+            "convert import no.pt --kind dit --out out",
+            "no.pt: No such file or directory; check the path.",
+        ),
         ("convert import dit.pt --kind uvit --out out", "not of --kind uvit: it lacks patch_embed"),
     ],
 )
@@ -106,6 +113,79 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(dit, run, capsys, command, m
     assert message in err
     assert len(err.split("\n")) == 1
     assert not Path("out").exists()
+
+
+def flip_a_bit():
+    data = bytearray(Path("dit.pt").read_bytes())
+    with zipfile.ZipFile("dit.pt") as members:
+        data[members.getinfo("dit/data/0").header_offset + 1000] ^= 64
+    Path("dit.pt").write_bytes(data)
+
+
+def replace_by_pipe():
+    Path("dit.pt").unlink()
+    os.mkfifo("dit.pt")
+
+
+def change(convert):
+    state = torch.load("dit.pt")
+    torch.save({name: convert(value) for name, value in state.items()}, "dit.pt")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda: change(lambda x: x.where(x < x.max(), torch.nan)), "pos_embed are not"),
+        (
+            lambda: change(lambda x: x.where(x < x.max(), torch.inf)),
+            "weights must be finite, and 1",
+        ),
+        (lambda: change(torch.Tensor.int), "pos_embed is torch.int32"),
+        (lambda: change(lambda x: x.to(torch.complex64)), "pos_embed is torch.complex64"),
+        (lambda: change(torch.Tensor.to_sparse), "torch.sparse_coo"),
+        (lambda: change(lambda x: x[..., 0]), "not of --kind dit"),
+        (flip_a_bit, "the checksum of dit/data/0 is wrong"),
+        (replace_by_pipe, "dit.pt is no regular file, but a pipe"),
+    ],
+)
+def test_a_file_that_is_no_published_one_is_refused_with_the_fault(dit, capsys, spoil, message):
+    spoil()
+    assert call(f"{IMPORT} --network.num_heads=4") == 2
+    assert message in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    "odd", ["num_heads=0", "num_heads=-2", "depth=1e30", "width=-8", "depth=x"]
+)
+def test_an_odd_argument_of_the_network_is_refused(dit, capsys, odd):
+    assert call(f"{IMPORT} --network.num_heads=4 --network.{odd}") == 2
+    err = capsys.readouterr().err
+    assert "dit.pt" in err
+    assert "Traceback" not in err
+
+
+def test_the_file_itself_is_not_replaced_by_what_is_made_of_it(dit, capsys):
+    Path("dit.pt").rename("network.safetensors")
+    before = Path("network.safetensors").read_bytes()
+    command = IMPORT.replace("dit.pt", "network.safetensors").replace("--out out", "--out .")
+    assert call(f"{command} --network.num_heads=4") == 2
+    assert "choose another folder" in capsys.readouterr().err
+    assert Path("network.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("form", ["safetensors", "diffusers"])
+def test_a_full_disk_is_a_line_that_names_the_file_and_leaves_no_part_of_it(
+    run, capsys, monkeypatch, form
+):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert call(f"convert export --checkpoint run --out out --format {form}") == 2
+    err = capsys.readouterr().err.strip()
+    assert re.fullmatch(r"lit-diffusion convert: out/.*: No space left on device; free .*", err)
+    assert [path for path in Path("out").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("what", ["export", "import"])

@@ -124,12 +124,12 @@ def test_without_a_file_there_are_no_rows_and_no_evaluations(tmp_path):
 )
 def test_a_line_that_is_no_evaluation_is_refused_with_its_file(tmp_path, line):
     (tmp_path / "evaluations.jsonl").write_text('{"step": 1}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"evaluations\.jsonl is broken"):
+    with pytest.raises(ValueError, match=r"evaluations\.jsonl is damaged"):
         read_evaluations(tmp_path / "evaluations.jsonl")
 
 
 @pytest.mark.parametrize("row", ["four,1", "1.5,1", "nan,1", "9" * 5000 + ",1"])
 def test_a_row_without_a_step_that_counts_is_refused_with_its_file(tmp_path, row):
     (tmp_path / "metrics.csv").write_text(f"step,loss\n1,0.5\n{row}\n")
-    with pytest.raises(ValueError, match=r"metrics\.csv is broken: a step must be a number"):
+    with pytest.raises(ValueError, match=r"metrics\.csv is damaged: a step must be a number"):
         read_rows(tmp_path / "metrics.csv")

@@ -85,7 +85,7 @@ def test_trust_is_taken_out_of_the_options_and_all_else_stays_in_order():
 
 def test_a_config_that_is_not_yaml_is_named():
     write("broken.yaml", "a: [")
-    with pytest.raises(ValueError, match=r"broken\.yaml is not YAML: .* line 1"):
+    with pytest.raises(ValueError, match=r"broken\.yaml is damaged or no YAML .* line 1"):
         read("fit --config broken.yaml")
 
 

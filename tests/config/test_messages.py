@@ -6,9 +6,16 @@ import pytest
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
-from lit_diffusion.config.messages import explain_parse_error, is_user_error, parameter_names
+from lit_diffusion.config.messages import (
+    describe_error,
+    explain_parse_error,
+    is_user_error,
+    parameter_names,
+)
 from lit_diffusion.config.trust import allow_class_paths
+from lit_diffusion.metrics.images import read_image
 
 
 class Block(nn.Module):
@@ -111,3 +118,30 @@ def test_checks_and_errors_of_the_system_are_distinguished_from_bugs():
     assert not is_user_error(ValueError("never raised"))
     assert is_user_error(caught(Path("no such file").read_text))
     assert is_user_error(MemoryError())
+
+
+def test_errors_of_the_system_say_what_to_do():
+    with pytest.raises(OSError, match="No space") as caught, open("/dev/full", "w") as file:
+        file.write("text")
+    assert is_user_error(caught.value)
+    assert describe_error(caught.value).startswith("No space left on device; free some space there")
+    missing = FileNotFoundError(2, "No such file or directory", "a/b")
+    assert describe_error(missing) == "a/b: No such file or directory; check the path."
+    assert describe_error(ValueError("steps must be > 0.")) == "steps must be > 0."
+    assert not is_user_error(ConnectionResetError(104, "Connection reset by peer"))
+
+
+class Unreadable(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return read_image(Path("broken.png"))
+
+
+def test_a_check_that_fails_in_a_worker_is_reported_as_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.png").write_bytes(b"no picture")
+    error = caught(lambda: list(DataLoader(Unreadable(), num_workers=1)))
+    assert is_user_error(error)
+    assert describe_error(error) == str(caught(lambda: read_image(Path("broken.png"))))

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -123,10 +124,19 @@ def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(ValueError, match="lacks 2 of 10 shards, such as latents-00002"):
         Latents(folder, val=2).check()
     (tmp_path / "a" / "index.json").write_text(json.dumps({"num": 3}))
-    with pytest.raises(ValueError, match="is no index of latents"):
+    with pytest.raises(ValueError, match="is damaged or no index of latents"):
         Latents(folder, val=2).check()
     with pytest.raises(ValueError, match="val=23 images cannot be held out of the 23"):
         Latents(write(tmp_path / "b"), val=23).dataset("val")
+
+
+@pytest.mark.parametrize("name", ["index.json", "latents-00002.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
+    folder = write(tmp_path / "a")
+    (tmp_path / "a" / name).unlink()
+    os.mkfifo(tmp_path / "a" / name)
+    with pytest.raises(ValueError, match=f"{name} is no regular file, but a pipe"):
+        Latents(folder, val=2).check()
 
 
 def module():

@@ -1,6 +1,7 @@
 """Pipelines of diffusers, loaded from our folders, make our images."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ def test_a_network_is_read_from_its_folder_or_its_pipelines(tmp_path):
     with pytest.raises(ValueError, match="is of a UNet1DModel, and must be of a UNet2DModel"):
         read_model(tmp_path)
     (tmp_path / "unet/config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json is damaged: .*; write or copy it again"):
+    with pytest.raises(ValueError, match=r"config.json is damaged or .*; copy or write it again"):
         read_model(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
         read_model(tmp_path / "scheduler")
@@ -221,4 +222,38 @@ def test_another_folder_than_that_of_a_vae_is_refused(tmp_path):
         write(tmp_path / "out", latents, DIT, str(tmp_path / "vae"))
     with pytest.raises(ValueError, match=r"vae is for a DiT, .* not a UNet"):
         write(tmp_path / "out", module(), vae=str(tmp_path / "vae"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def vae(tmp_path):
+    folder = tmp_path / "pipe" / "vae"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes(b"weights")
+    (folder / "notes.txt").write_text("not needed")
+    return folder
+
+
+@pytest.mark.parametrize("out", ["elsewhere", "pipe", "pipe/vae/sub", "pipe/vae"])
+def test_the_files_of_a_vae_are_copied_wherever_it_is(vae, tmp_path, out):
+    latents = module(dit(), image_shape=(4, 8, 8), num_classes=3)
+    for _ in range(2):
+        write(tmp_path / out, latents, DIT, str(vae))
+        copy = tmp_path / out / "vae"
+        assert (copy / "diffusion_pytorch_model.safetensors").read_bytes() == b"weights"
+        assert json.loads((copy / "config.json").read_text())["_class_name"] == "AutoencoderKL"
+        assert {"config.json", "diffusion_pytorch_model.safetensors"} == {
+            file.name for file in copy.iterdir() if file.name != "notes.txt"
+        }
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_vae_with_a_pipe_or_device_in_place_of_weights_is_refused(vae, tmp_path, kind):
+    weights = vae / "diffusion_pytorch_model.safetensors"
+    weights.unlink()
+    os.mkfifo(weights) if kind == "pipe" else weights.symlink_to("/dev/zero")
+    latents = module(dit(), image_shape=(4, 8, 8), num_classes=3)
+    with pytest.raises(ValueError, match=f"is no regular file, but a {kind}"):
+        write(tmp_path / "out", latents, DIT, str(vae))
     assert not (tmp_path / "out").exists()

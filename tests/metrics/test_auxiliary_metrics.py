@@ -155,7 +155,9 @@ def test_a_broken_file_of_features_is_named(tmp_path):
     path = next(tmp_path.glob("pixels-*-features-*.npy"))
     for size in (200, 0):
         path.write_bytes(path.read_bytes()[:size])
-        with pytest.raises(ValueError, match=rf"{path.name} is not a file of features .*delete it"):
+        with pytest.raises(
+            ValueError, match=rf"{path.name} is damaged or no file of features .*delete it"
+        ):
             build(tmp_path)
 
 

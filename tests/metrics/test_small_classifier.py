@@ -153,12 +153,14 @@ def test_another_file_is_refused_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match="`lit-diffusion train-extractor` makes one"):
         TrainedCNN(path)
     path.write_bytes(b"none")
-    with pytest.raises(ValueError, match=r"own.safetensors is no file of `train-extractor`"):
+    with pytest.raises(
+        ValueError, match=r"own.safetensors is damaged or no file of `train-extractor`"
+    ):
         TrainedCNN(path)
     record = {"name": "own", "size": [8, 8]}
     for state in ({"head.weight": torch.zeros(2, 3)}, {"stages.0.weight": torch.zeros(3, 1, 3, 3)}):
         save_file(state, path, {"extractor": json.dumps(record)})
-        with pytest.raises(ValueError, match="is no file of `train-extractor`"):
+        with pytest.raises(ValueError, match="is damaged or no file of `train-extractor`"):
             TrainedCNN(path)
 
 

@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -204,8 +205,8 @@ def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=rf"empty holds no config.json and no {WEIGHTS}"):
         VAECodec(str(tmp_path / "empty"))
-    for arguments in ({"scale": 0.0}, {"batch_size": 0}):
-        with pytest.raises(ValueError, match="scale > 0 and batch_size >= 1"):
+    for arguments in ({"scale": 0.0}, {"scale": math.inf}, {"shift": math.nan}, {"batch_size": 0}):
+        with pytest.raises(ValueError, match="batch_size >= 1 must hold"):
             VAECodec(folder, **arguments)
     monkeypatch.setattr(vae_file, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[diffusers\]'"):

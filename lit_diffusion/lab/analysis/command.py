@@ -9,6 +9,8 @@ from lit_diffusion.cli.options import (
     add_data,
     add_device,
     add_trust,
+    integer,
+    number,
     numbers,
     require_lab,
 )
@@ -97,29 +99,29 @@ def build_parser(name: str) -> Parser:
     add_trust(parser, "the checkpoints and configs")
     if name == "consistency":
         add("checkpoints", nargs="+", metavar="C", help="two or more")
-        add("--num", type=int, default=32, help="number of seeds (default 32)")
-        add("--seed", type=int, default=0, help="first seed (default 0)")
+        add("--num", type=integer, default=32, help="number of seeds (default 32)")
+        add("--seed", type=integer, default=0, help="first seed (default 0)")
         add("--extractor", help="of features (default: that of the first run)")
-        add("--batch-size", type=int, default=64, metavar="B", help="default 64")
+        add("--batch-size", type=integer, default=64, metavar="B", help="default 64")
         return parser
-    add("--images", type=int, default=256, help="training images (default 256)")
+    add("--images", type=integer, default=256, help="training images (default 256)")
     text = "noise levels in [0, 1], of which 1 is the noisiest (default 0.1,0.5,0.9)"
     add("--levels", type=numbers, default=[0.1, 0.5, 0.9], help=text)
     if name == "interpolate":
         add("first", metavar="A", help="checkpoint at alpha = 1")
         add("second", metavar="B", help="checkpoint at alpha = 0")
-        add("--points", type=int, default=51, help="on the line (default 51)")
+        add("--points", type=integer, default=51, help="on the line (default 51)")
         add("--align", action="store_true", help="once more with B's hidden features in A's order")
     elif name == "landscape":
         add("checkpoint", metavar="C", help="at the center")
-        add("--points", type=int, default=21, help="along each side (default 21)")
+        add("--points", type=integer, default=21, help="along each side (default 21)")
         text = "how far, in lengths of filters; not with --path (default 1)"
-        add("--span", type=float, default=1.0, help=text)
-        add("--seed", type=int, default=0, help="of the directions (default 0)")
+        add("--span", type=number, default=1.0, help=text)
+        add("--seed", type=integer, default=0, help="of the directions (default 0)")
         add("--path", nargs="+", metavar="C", help="checkpoints of the run, in order")
     else:
         add("checkpoint", metavar="C", help="whose weights are analyzed")
-        add("--steps", type=int, default=80, help="of Lanczos (default 80)")
-        add("--vectors", type=int, default=4, help="random starts (default 4)")
+        add("--steps", type=integer, default=80, help="of Lanczos (default 80)")
+        add("--vectors", type=integer, default=4, help="random starts (default 4)")
         add("--kinks", action="store_true", help="go on if gradients jump, as with ReLU")
     return parser

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from lit_diffusion.checkpoints.loading import LoadedModule, load_module
 from lit_diffusion.cli.encoding import launcher_rank_and_world_size
 from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import data_of_run
-from lit_diffusion.files import atomic_write, atomic_write_text
+from lit_diffusion.files import atomic_write, atomic_write_text, checked_read
 from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.fixed_losses import (
     Losses,
@@ -117,10 +116,8 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, text, shared=True)
         return folder
-    try:
-        old_plan = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete the folder.") from None
+    with checked_read(path, "plan of an analysis", "delete the folder") as file:
+        old_plan = dict(json.loads(file.read_text()))
     for name, value in json.loads(text).items():
         if old_plan.get(name) != value:
             raise ValueError(
@@ -178,10 +175,8 @@ def compute_pieces(
         )
     arrays: list[Arrays] = []
     for file in files.values():
-        try:
-            arrays.append(dict(np.load(file)))
-        except (ValueError, OSError, BadZipFile) as error:
-            raise ValueError(f"{file} is damaged ({error}); delete it.") from None
+        with checked_read(file, "piece", "delete it") as path, np.load(path) as content:
+            arrays.append(dict(content))
     return arrays
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_diffusion.cli.options import Parser, require_lab
+from lit_diffusion.cli.options import Parser, number, require_lab
 
 
 def parser() -> Parser:
@@ -38,7 +38,7 @@ Open DIR/report.html; beside it are report.md, the figures as PNG and the number
     )
     parser.add_argument(
         "--target",
-        type=float,
+        type=number,
         metavar="FID",
         help="FID to reach (default: the lowest that every seed of the baseline reached)",
     )

@@ -5,6 +5,7 @@ curve of a run is its FID by optimizer steps.
 """
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression, median, stdev
 from typing import NamedTuple
 
+from lit_diffusion.files import checked_read
 from lit_diffusion.metrics.auxiliary_metrics import DISTANCES, FRACTIONS
 
 OTHER_METRICS = (*DISTANCES, *(f"{name} floor" for name in DISTANCES), *FRACTIONS)
@@ -291,23 +293,19 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
     """
     rows: dict[str, dict[str, list[dict[str, float]]]] = {}
     for path in paths:
-        try:
-            with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a BOM
-                reader = csv.DictReader(file, skipinitialspace=True)
-                columns = reader.fieldnames or ()
-                if missing := [name for name in ("arm", "step", "fid") if name not in columns]:
-                    raise ValueError(
-                        f"{path} needs the columns arm, step and fid, and has no "
-                        f"{', '.join(missing)}."
-                    )
-                for row in reader:
-                    numbers = _parse_row(row, f"{path}, line {reader.line_num}")
-                    seeds = rows.setdefault(row["arm"], {})
-                    seeds.setdefault(row.get("seed") or "0", []).append(numbers)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: {error.reason}; save it as that.") from error
-        except csv.Error as error:
-            raise ValueError(f"{path} is no CSV file: {error}.") from error
+        with checked_read(path, "CSV file in UTF-8") as csv_path:
+            text = csv_path.read_text("utf-8-sig")  # spreadsheets write a BOM
+            reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+            lines = [(reader.line_num, row) for row in reader]
+        columns = reader.fieldnames or ()
+        if missing := [name for name in ("arm", "step", "fid") if name not in columns]:
+            raise ValueError(
+                f"{path} needs the columns arm, step and fid, and has no {', '.join(missing)}."
+            )
+        for line, row in lines:
+            numbers = _parse_row(row, f"{path}, line {line}")
+            seeds = rows.setdefault(row["arm"], {})
+            seeds.setdefault(row.get("seed") or "0", []).append(numbers)
     if not rows:
         raise ValueError(f"there are no rows in {', '.join(paths)}.")
     return [

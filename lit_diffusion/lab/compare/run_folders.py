@@ -177,7 +177,7 @@ def read_run(path: Path) -> Run:
             _ = run.train_losses
         except (KeyError, ValueError) as error:
             file = path / "metrics.csv"
-            raise ValueError(f"{file} is broken: no step or loss in a row: {error}.") from error
+            raise ValueError(f"{file} is damaged: no step or loss in a row: {error}.") from error
     except (ValueError, OSError) as error:
         return Run(path, arm, seed, fault=str(error).rstrip("."))
     return run
@@ -234,7 +234,7 @@ def _checked_evaluations(file: Path) -> list[Record]:
     records = read_evaluations(file)
     for record in records:
         if "metric" in record and not record.keys() >= {"step", "value"}:
-            raise ValueError(f"{file} is broken: {reprlib.repr(record)} is no evaluation.")
+            raise ValueError(f"{file} is damaged: {reprlib.repr(record)} is no evaluation.")
     return records
 
 

@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from lit_diffusion.files import check_regular
 from lit_diffusion.lab.compare.curves import Arm, loss_stability
 from lit_diffusion.lab.compare.plots import SamplePicture
 from lit_diffusion.lab.compare.run_folders import (
@@ -253,7 +254,7 @@ def sample_pictures(selection: Selection, arms: Sequence[Arm]) -> list[SamplePic
     keys = [key for key in shared if key[1] == weights]
     keys = keys or [key for key in shared if key[1] == shared[0][1]]
     return [
-        SamplePicture(arm, key[0], run.grids[key].read_bytes(), run.seed, key[1])
+        SamplePicture(arm, key[0], check_regular(run.grids[key]).read_bytes(), run.seed, key[1])
         for arm, run in runs.items()
         for key in evenly_spaced(keys, _SAMPLE_COLUMNS)
     ]

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lit_diffusion.cli.options import Parser, integers, require_lab
+from lit_diffusion.cli.options import Parser, integer, integers, require_lab
 from lit_diffusion.cli.run_folder import (
     CLAIM,
     OR_NONE,
@@ -32,6 +32,7 @@ from lit_diffusion.cli.run_folder import (
     occupied,
     read_config,
 )
+from lit_diffusion.files import check_regular
 from lit_diffusion.lab.compare.command import run as compare
 from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs
 from lit_diffusion.signals import EXIT_SAVED, InterruptedBySignal, print_error, redeliver_signal
@@ -80,7 +81,7 @@ On a cluster, each line of --print is an array task, which resumes when it is re
         "--seeds", type=integers, default=[0, 1, 2], metavar="0,1,2", help="default 0,1,2"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)"
+        "--jobs", type=integer, default=1, metavar="N", help="runs at a time (default 1)"
     )
     parser.add_argument("--out", metavar="DIR", help="default runs/<name of CONFIG>-sweep")
     parser.add_argument(
@@ -418,7 +419,7 @@ class Sweep:
                 "nothing else is started"
             )
         else:
-            with (run.folder / LOG).open(errors="replace") as lines:
+            with check_regular(run.folder / LOG).open(errors="replace") as lines:
                 tail = "\n".join(f"  | {line.rstrip()}" for line in deque(lines, 15))
             how = f"FAILED with exit code {code}" if code else "STOPPED EARLY"
             print_status(

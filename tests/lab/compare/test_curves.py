@@ -267,8 +267,14 @@ def test_what_spreadsheets_and_people_write_is_read(table):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("arm,step,fid\n\u00e4,1,2\n".encode("latin-1"), r"old\.csv is not UTF-8: .*; save it as"),
-        (b"arm,step,fid\n" + b"x" * 200_000 + b",1,2\n", r"old\.csv is no CSV file: field larger"),
+        (
+            "arm,step,fid\n\u00e4,1,2\n".encode("latin-1"),
+            r"old\.csv is damaged or no CSV file in UTF-8 \('utf-8'",
+        ),
+        (
+            b"arm,step,fid\n" + b"x" * 200_000 + b",1,2\n",
+            r"old\.csv is damaged or no CSV file .*field larger",
+        ),
     ],
 )
 def test_a_file_in_another_encoding_or_format_is_refused(tmp_path, content, message):

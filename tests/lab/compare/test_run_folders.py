@@ -132,12 +132,12 @@ def test_the_latest_config_counts_and_the_first_is_known(folder):
 @pytest.mark.parametrize(
     ("file", "text", "fault"),
     [
-        ("evaluations.jsonl", "{'step'\n", "a/evaluations.jsonl is broken"),
-        ("evaluations.jsonl", "[1]\n", "a/evaluations.jsonl is broken"),
+        ("evaluations.jsonl", "{'step'\n", "a/evaluations.jsonl is damaged"),
+        ("evaluations.jsonl", "[1]\n", "a/evaluations.jsonl is damaged"),
         ("evaluations.jsonl", '{"metric": "val/fid_360", "step": 1}\n', "is no evaluation"),
-        ("ema-curve.jsonl", "[]\n", "a/ema-curve.jsonl is broken"),
-        ("metrics.csv", "step,train/loss\n1,abc\n", "a/metrics.csv is broken"),
-        ("config.yaml", "a: [1\n", "a/config.yaml is not YAML"),
+        ("ema-curve.jsonl", "[]\n", "a/ema-curve.jsonl is damaged"),
+        ("metrics.csv", "step,train/loss\n1,abc\n", "a/metrics.csv is damaged"),
+        ("config.yaml", "a: [1\n", "a/config.yaml is damaged or no YAML"),
     ],
 )
 def test_a_broken_file_is_the_fault_of_its_run(file, text, fault):
