@@ -56,7 +56,7 @@ MAY_IMPORT = {
     **{name: (TOOLS, set()) for name in TOOLS},
     "files": (set(), {"PIL"}),
     "networks": ({"networks", "protocols"}, set()),
-    "modules.vae": (set(), {"diffusers"}),
+    "modules.vae": ({"files"}, {"diffusers"}),
     "modules": (MATHS | TOOLS | {"modules", TRAINER}, {"lightning", "torchmetrics"}),
     "config": ({"config"} | TOOLS, {"yaml", "jsonargparse"}),
     "checkpoints": (
