@@ -1,6 +1,7 @@
 """Every shipped config starts, alone and with every arm, and is what its comments promise."""
 
 import re
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from support.spawn import run_ranks
 from support.stated_settings import EXPERIMENTS, flat
 
 from lit_diffusion.cli.main import main
+from lit_diffusion.config.trust import short_names
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.networks.dit import DiT
@@ -35,6 +37,8 @@ FOLDERS = {
 """Folder of arms -> experiments that they are for; arms outside of folders are for all."""
 METHODS = ["digits", "cifar10", "imagenet128"]
 """Folders with all of the paper's methods and their controls."""
+README = (CONFIGS.parent / "README.md").read_text()
+METHOD_FILES = sorted(path.stem for path in CONFIGS.glob("methods/*.yaml"))
 ANY = sorted(CONFIGS.glob("arms/*.yaml"))
 NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay", "min-snr", "p2")]
 PAIRS = [
@@ -196,7 +200,7 @@ def test_latents_start(offline, tmp_path, name):
 def test_comments_name_the_config_itself_its_source_and_files_that_exist(path):
     text, name = path.read_text(), path.relative_to(CONFIGS.parent)
     comment = " ".join(text.partition("\n\n")[0].replace("\\\n#", " ").split())
-    if "arms" in path.parts:
+    if {"arms", "methods"} & set(path.parts):
         assert f"--config {name}" in comment
         assert "Source" in comment
     else:
@@ -248,6 +252,41 @@ def parsed(capsys, *names):
     printed = yaml.safe_load(capsys.readouterr().out)
     printed["trainer"].pop("default_root_dir")
     return printed
+
+
+def import_class(name):
+    """A class by its path or short name."""
+    module, _, name = short_names().get(name, name).rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def build(spec):
+    """The object of a config's class path and arguments."""
+    if not isinstance(spec, dict):
+        return spec
+    arguments = {key: build(value) for key, value in spec.get("init_args", {}).items()}
+    return import_class(spec["class_path"])(**arguments)
+
+
+@pytest.mark.parametrize("base", ["digits", "cifar10-improved"])  # its solver is DDPM too
+@pytest.mark.parametrize("method", METHOD_FILES)
+def test_a_method_is_its_column_of_the_readme(capsys, method, base):
+    rows = [line.split(" | ") for line in README.splitlines() if line.startswith("| ")]
+    start = next(i for i, row in enumerate(rows) if f"configs/methods/{method}.yaml" in str(row))
+    column = next(i for i, cell in enumerate(rows[start]) if f"/{method}.yaml" in cell)
+    model = parsed(capsys, f"{base}.yaml", f"methods/{method}.yaml")["model"]["init_args"]
+    for row in rows[start + 1 : start + 6]:
+        argument, text = (row[i].strip("|` ") for i in (0, column))
+        names = {name: import_class(name) for name in re.findall(r"\w+(?=\()", text)}
+        assert repr(build(model[argument])) == repr(eval(text, names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHOD_FILES)
+def test_methods_start(folder, method):
+    variance = ["--model.network.out_channels=2"] * (method == "improved-diffusion")
+    config = f"--config={CONFIGS}/methods/{method}.yaml"
+    assert fit("digits.yaml", config, EMPTY, "--model.solver.steps=4", *variance) == 0
 
 
 def test_the_fast_recipe_is_the_baseline_with_its_arm(capsys):

@@ -19,6 +19,7 @@ import yaml
 from jsonargparse import _typehints, _util, get_loader, set_loader, set_parsing_settings
 from jsonargparse._common import ImportDenied, parsing_settings
 
+from lit_diffusion.config.class_change import drop_arguments_of_other_class
 from lit_diffusion.config.renamed import rename_config
 
 TRUSTED = (
@@ -47,7 +48,8 @@ _PACKAGES = ("networks", "modules", "data", "lab.gan")
 def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
     """Context in which jsonargparse imports classes from `TRUSTED` and anything from `packages`.
 
-    It also replaces old names in configs and resolves the short names of `short_names`.
+    It also replaces old names in configs and resolves the short names of `short_names`. If a later
+    config or option changes a class, the arguments of the old class are dropped, which is logged.
 
     Args:
         packages: dotted names of modules, or of packages with everything below them.
@@ -55,7 +57,8 @@ def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
     packages = tuple(packages)
     old_settings = dict(parsing_settings)
     find_paths, resolve_name = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
-    load_yaml = get_loader("yaml")
+    load_yaml, discard = get_loader("yaml"), _typehints.discard_init_args_on_class_path_change
+    logged = set[str]()  # one command line is parsed several times
 
     def find_allowed_paths(obj: Any) -> set[str]:
         paths = find_paths(obj)
@@ -69,6 +72,15 @@ def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
         path = resolve_name(cls, name)
         return short_names().get(path, path)
 
+    def discard_on_class_change(parser: Any, previous: Any, spec: Any) -> None:
+        line = drop_arguments_of_other_class(previous, spec)
+        if line and line not in logged:
+            from lightning.pytorch.utilities import rank_zero_info  # slow to import
+
+            logged.add(line)
+            rank_zero_info(line)
+        discard(parser, previous, spec)
+
     try:
         set_loader("yaml", lambda text: rename_config(load_yaml(text)), (yaml.YAMLError,))
         set_parsing_settings(
@@ -78,15 +90,18 @@ def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
         )
         # jsonargparse has no public way to allow only classes. It calls `canonical_import_paths`
         # for each object that a value names, and `resolve_class_path_by_name` for each name without
-        # dots, which it resolves among subclasses of the setting's type only. setup.cfg caps its
-        # version, and a test checks that both are called.
+        # dots, which it resolves among subclasses of the setting's type only. All merges of configs
+        # and options call `discard_init_args_on_class_path_change`. setup.cfg caps its version,
+        # and tests check that all three are called.
         _util.canonical_import_paths = find_allowed_paths
         _typehints.resolve_class_path_by_name = resolve_short_name
+        _typehints.discard_init_args_on_class_path_change = discard_on_class_change
         yield
     finally:
         set_loader("yaml", load_yaml, (yaml.YAMLError,))
         _util.canonical_import_paths = find_paths
         _typehints.resolve_class_path_by_name = resolve_name
+        _typehints.discard_init_args_on_class_path_change = discard
         parsing_settings.clear()
         parsing_settings.update(old_settings)
 

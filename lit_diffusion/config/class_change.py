@@ -1,0 +1,62 @@
+"""Drop the arguments of a class when a later config or option names another class."""
+
+import sys
+from typing import Any
+
+from jsonargparse import Namespace
+from jsonargparse._typehints import ActionTypeHint
+
+
+def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
+    """Remove the arguments of `previous`, in place, if `spec` names another class.
+
+    jsonargparse alone would keep those that the new class has too, so that a grid chosen for one
+    solver would be used by the next. A class may be named by several paths.
+
+    Args:
+        previous: class path and arguments so far, or None.
+        spec: class path and arguments of the later config or option.
+
+    Returns:
+        A line with the removed arguments that would have had an effect, or None: those that the new
+        class has, with another default, and that `spec` does not set.
+    """
+    if not previous or not previous.get("class_path") or "init_args" not in previous:
+        return None
+    old, new = previous["class_path"], spec["class_path"]
+    if _imported_class(old) == _imported_class(new):
+        return None
+    arguments = previous["init_args"]
+    keys = [key for key, _ in arguments.items(branches=True, nested=False)]
+    dropped = {key: arguments.pop(key) for key in keys}
+    previous.pop("dict_kwargs", None)
+    parser = ActionTypeHint.get_class_parser(new)
+    defaults = {action.dest: action.default for action in parser._actions}
+    repeated = vars(spec.get("init_args", Namespace())).keys()
+    lost = [
+        f"{key}={_describe(value)}"
+        for key, value in dropped.items()
+        if key in defaults and key not in repeated and value != defaults[key]
+    ]
+    if not lost:
+        return None
+    return (
+        f"{new.rpartition('.')[2]} replaces {old.rpartition('.')[2]}, whose {', '.join(lost)} no "
+        f"longer {'holds' if len(lost) == 1 else 'hold'}; give again what should stay."
+    )
+
+
+def _imported_class(path: str) -> Any:
+    """A class that jsonargparse has checked and imported; its path if it is not in a module."""
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, path)
+
+
+def _describe(value: Any) -> str:
+    """A setting as in Python: LogSNR(noisiest=-10.0)."""
+    if isinstance(value, Namespace):
+        value = value.as_dict()
+    if not isinstance(value, dict) or "class_path" not in value:
+        return repr(value)
+    name, arguments = value["class_path"].rpartition(".")[2], value.get("init_args") or {}
+    return f"{name}({', '.join(f'{key}={_describe(each)}' for key, each in arguments.items())})"

@@ -1,0 +1,102 @@
+"""A later config or option that names another class starts from that class's own defaults."""
+
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import OptimizerCallable
+
+from lit_diffusion.config.trust import allow_class_paths
+from lit_diffusion.gaussian import FixedLarge
+from lit_diffusion.grids import Karras, LogSNR
+from lit_diffusion.processes import DiscreteVP, LinearBetas
+from lit_diffusion.protocols import Process, Solver
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
+
+SOLVER = {
+    "class_path": "DPMSolverPP",
+    "init_args": {
+        "steps": 7,
+        "clip": False,
+        "times": {"class_path": "LogSNR", "init_args": {"noisiest": -10.0}},
+    },
+}
+STEPS, TIMES = {"steps": 7}, {"times": {"class_path": "Karras", "init_args": {"noisiest": -10.0}}}
+
+
+def build(kind: object, specs: list, as_files: bool, folder) -> object:
+    """Give specs of an argument one after the other, in config files or as options."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--x", type=kind)
+    arguments = []
+    for i, spec in enumerate(specs):
+        file = folder / f"{i}.yaml"
+        file.write_text(yaml.safe_dump({"x": spec}))
+        text = spec if isinstance(spec, str) else yaml.safe_dump(spec)
+        arguments.append(f"--config={file}" if as_files else f"--x={text}")
+    with allow_class_paths():
+        return parser.instantiate(parser.parse_args(arguments)).x
+
+
+def spec(name: str, **arguments: object) -> dict:
+    return {"class_path": name, "init_args": arguments}
+
+
+@pytest.mark.parametrize("as_files", [True, False], ids=["configs", "options"])
+@pytest.mark.parametrize(
+    ("kind", "specs", "expected"),
+    [
+        (Solver, [SOLVER, "Heun"], Heun()),
+        (Solver, [SOLVER, spec("DDPM", variance="FixedLarge")], DDPM(FixedLarge())),
+        (Solver, [SOLVER, spec("Heun", **STEPS)], Heun(7)),
+        (Solver, [SOLVER, spec("Heun", **TIMES)], Heun(times=Karras(noisiest=-10.0))),
+        (Solver, [SOLVER, "Heun", "DPMSolverPP"], DPMSolverPP()),
+        (Solver, [SOLVER, {"init_args": {"times": "Karras"}}], DPMSolverPP(7, Karras(), False)),
+        (
+            Solver,  # the same class by another path
+            [SOLVER, spec("lit_diffusion.solvers.exponential.DPMSolverPP", steps=8)],
+            DPMSolverPP(8, LogSNR(-10.0), False),
+        ),
+        (
+            Process,
+            [
+                spec("DiscreteVP", betas=spec("CosineBetas", num_steps=9), rescale_labels=True),
+                spec("DiscreteVP", betas="LinearBetas"),
+            ],
+            DiscreteVP(LinearBetas(), rescale_labels=True),
+        ),
+        (
+            list[Solver],
+            [[SOLVER, spec("DDIM", steps=3)], ["DDIM", "Heun"]],
+            [DDIM(), Heun()],
+        ),
+    ],
+)
+def test_only_arguments_of_the_same_class_stay(tmp_path, kind, specs, expected, as_files):
+    assert repr(build(kind, specs, as_files, tmp_path)) == repr(expected)
+
+
+def test_a_factory_is_a_class_too(tmp_path):
+    specs = [spec("torch.optim.Adam", lr=0.5), "torch.optim.SGD"]
+    factory = build(OptimizerCallable, specs, True, tmp_path)
+    assert factory([torch.zeros(1)]).defaults["lr"] == 1e-3
+
+
+def test_a_line_names_what_the_new_class_has_too(tmp_path, caplog):
+    specs = [SOLVER, spec("Heun", steps=18), spec("Heun", steps=9), SOLVER | {"class_path": "DDIM"}]
+    with caplog.at_level("INFO"):
+        build(Solver, specs, True, tmp_path)
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "Heun replaces DPMSolverPP, whose clip=False, times=LogSNR(noisiest=-10.0) no longer hold"
+    ]
+
+
+def test_a_program_with_jsonargparse_is_left_alone(tmp_path):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=Solver)
+    with allow_class_paths():
+        pass
+    solvers = "lit_diffusion.solvers"
+    arguments = [f"--x={solvers}.DDIM", "--x.steps=7", f"--x={solvers}.Heun"]
+    assert parser.instantiate(parser.parse_args(arguments)).x == Heun(7)
