@@ -104,7 +104,7 @@ def run(argv: Sequence[str]) -> None:
         lambda record: "Tip: For seamless" not in record.getMessage()
     )
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    with allow_class_paths(request.trust), ExitStack() as stack:
+    with allow_class_paths(request.trust, rank_zero_info), ExitStack() as stack:
         RunCLI(request, stack)
 
 

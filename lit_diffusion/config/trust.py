@@ -8,7 +8,7 @@ return type, and some functions of these packages execute their argument.
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.resources import files
@@ -21,6 +21,7 @@ from jsonargparse._common import ImportDenied, parsing_settings
 
 from lit_diffusion.config.class_change import drop_arguments_of_other_class
 from lit_diffusion.config.renamed import rename_config
+from lit_diffusion.signals import print_error
 
 TRUSTED = (
     "lit_diffusion",
@@ -45,20 +46,23 @@ _PACKAGES = ("networks", "modules", "data", "lab.gan")
 
 
 @contextmanager
-def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
+def allow_class_paths(
+    packages: Iterable[str] = (), report: Callable[[str], None] = print_error
+) -> Iterator[None]:
     """Context in which jsonargparse imports classes from `TRUSTED` and anything from `packages`.
 
     It also replaces old names in configs and resolves the short names of `short_names`. If a later
-    config or option changes a class, the arguments of the old class are dropped, which is logged.
+    config or option changes a class, the arguments of the old class are dropped.
 
     Args:
         packages: dotted names of modules, or of packages with everything below them.
+        report: called with a line that names the dropped arguments.
     """
     packages = tuple(packages)
     old_settings = dict(parsing_settings)
     find_paths, resolve_name = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
     load_yaml, discard = get_loader("yaml"), _typehints.discard_init_args_on_class_path_change
-    logged = set[str]()  # one command line is parsed several times
+    reported = set[str]()  # one command line is parsed several times
 
     def find_allowed_paths(obj: Any) -> set[str]:
         paths = find_paths(obj)
@@ -74,11 +78,9 @@ def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
 
     def discard_on_class_change(parser: Any, previous: Any, spec: Any) -> None:
         line = drop_arguments_of_other_class(previous, spec)
-        if line and line not in logged:
-            from lightning.pytorch.utilities import rank_zero_info  # slow to import
-
-            logged.add(line)
-            rank_zero_info(line)
+        if line and line not in reported:
+            reported.add(line)
+            report(line)
         discard(parser, previous, spec)
 
     try:

@@ -83,11 +83,10 @@ def test_a_factory_is_a_class_too(tmp_path):
     assert factory([torch.zeros(1)]).defaults["lr"] == 1e-3
 
 
-def test_a_line_names_what_the_new_class_has_too(tmp_path, caplog):
+def test_a_line_names_what_the_new_class_has_too(tmp_path, capsys):
     specs = [SOLVER, spec("Heun", steps=18), spec("Heun", steps=9), SOLVER | {"class_path": "DDIM"}]
-    with caplog.at_level("INFO"):
-        build(Solver, specs, True, tmp_path)
-    assert [message.split(";")[0] for message in caplog.messages] == [
+    build(Solver, specs, True, tmp_path)
+    assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
         "Heun replaces DPMSolverPP, whose clip=False, times=LogSNR(noisiest=-10.0) no longer hold"
     ]
 

@@ -135,6 +135,7 @@ def test_class_paths_of_the_packages_that_we_build_on_are_imported(kind, path):
 
 def test_what_is_replaced_in_jsonargparse_is_there_and_is_put_back():
     paths, resolve = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
+    discard = _typehints.discard_init_args_on_class_path_change
     assert list(inspect.signature(paths).parameters) == ["obj"]
     assert paths(PixelCodec) == {"lit_diffusion.codecs.PixelCodec"}
     assert "canonical_import_paths(obj)" in inspect.getsource(_util.import_object)
@@ -142,8 +143,10 @@ def test_what_is_replaced_in_jsonargparse_is_there_and_is_put_back():
     with allow_class_paths():
         assert _util.canonical_import_paths is not paths
         assert _typehints.resolve_class_path_by_name is not resolve
+        assert _typehints.discard_init_args_on_class_path_change is not discard
     assert _util.canonical_import_paths is paths
     assert _typehints.resolve_class_path_by_name is resolve
+    assert _typehints.discard_init_args_on_class_path_change is discard
 
 
 DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"
