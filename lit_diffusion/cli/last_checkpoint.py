@@ -19,6 +19,7 @@ from lit_diffusion.callbacks.trainer_state import (
     is_ending,
     validation_follows,
 )
+from lit_diffusion.cli.run_folder import FIRST_SAVE
 from lit_diffusion.files import sync_folder
 
 
@@ -45,7 +46,9 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         every_n_seconds: minimum time between saves, in seconds.
     """
 
-    def __init__(self, folder: str | Path, first: int = 20, every_n_seconds: float = 30.0) -> None:
+    def __init__(
+        self, folder: str | Path, first: int = FIRST_SAVE, every_n_seconds: float = 30.0
+    ) -> None:
         self.path = Path(folder) / "last.ckpt"
         self.first = first
         self.every_n_seconds = every_n_seconds

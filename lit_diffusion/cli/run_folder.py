@@ -25,6 +25,9 @@ from lit_diffusion.files import check_regular
 CLAIM = ".lock"
 """File in a run folder that is locked by the process that trains into it."""
 
+FIRST_SAVE = 20
+"""Optimizer steps until a run first saves its last.ckpt."""
+
 OR_NONE = "last-or-none"
 """Value of --ckpt_path in commands that are repeated until a run is finished (`sweep --print`)."""
 
@@ -229,10 +232,21 @@ def _has_lines(file: Path, num: int) -> bool:
         return len(list(islice(lines, num))) == num
 
 
+def _outlasts_first_save(file: Path) -> bool:
+    """Whether a file is a checkpoint of a run that has had a last.ckpt.
+
+    Other checkpoints may be saved a few steps before the first last.ckpt. A run that was killed in
+    between starts again.
+    """
+    from lit_diffusion.checkpoints.reading import read_step
+
+    return file.suffix == ".ckpt" and not 0 <= read_step(file) <= 2 * FIRST_SAVE
+
+
 def refuse_mixing(request: Request) -> None:
     """Raise ValueError if a new run would start in a folder that contains another run."""
     files = traces(request.root)
-    is_first_start = request.repeated and not any(file.suffix == ".ckpt" for file in files)
+    is_first_start = request.repeated and not any(map(_outlasts_first_save, files))
     if not files or is_first_start or request.requeued or request.holds_checkpoint:
         return
     names = ", ".join(str(file.relative_to(request.root)) for file in files[:3])

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli.run_folder import (
     latest_config,
     next_config,
@@ -206,5 +207,9 @@ def test_a_command_that_is_repeated_begins_anew_where_nothing_was_saved():
     request = read(command)
     assert (request.checkpoint, request.repeated) == (None, True)
     refuse_mixing(request)
-    write("runs/digits/checkpoints/best-fid.ckpt")  # of a run that has lost its last
+    file = write("runs/digits/checkpoints/best-fid.ckpt")
+    refuses(command)  # a file that cannot be read may be worth something
+    write_checkpoint({"global_step": 15}, file)  # killed before its first last.ckpt
+    refuse_mixing(request)
+    write_checkpoint({"global_step": 500}, file)  # a run that has lost its last.ckpt
     refuses(command)
