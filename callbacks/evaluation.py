@@ -1,10 +1,12 @@
 """Base class and helpers of callbacks that evaluate a module: schedule, weights, mode, images."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from inspect import signature
 from itertools import compress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +45,39 @@ from lit_diffusion.protocols import (
 from lit_diffusion.seeding import PerSampleNoise, classes_of
 
 
+def output_folder(trainer: Trainer) -> Path:
+    """Folder for the files that callbacks write about this run; the same on all ranks. Collective.
+
+    It is `trainer.run_folder`, which the command line sets. In other projects it is where Lightning
+    makes `checkpoints/`: the folder of the first logger's version, or `default_root_dir` if there
+    is no logger.
+    """
+    folder = getattr(trainer, "run_folder", trainer.default_root_dir)
+    if not hasattr(trainer, "run_folder") and trainer.loggers:
+        logger = trainer.loggers[0]
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        folder = os.path.join(logger.save_dir or folder, str(logger.name), version)
+    return Path(trainer.strategy.broadcast(str(folder)))
+
+
+def refuse_other_run(trainer: Trainer, path: Path, exists: bool) -> None:
+    """Raise ValueError if a fit from step 0 would change `path`, of another fit. Collective.
+
+    The command line refuses this itself.
+
+    Args:
+        trainer: the Trainer of the fit that starts.
+        path: a file or folder that this fit would change.
+        exists: whether it exists and is of another fit; that of rank 0 counts.
+    """
+    is_new = trainer.ckpt_path is None and trainer.global_step == 0
+    if trainer.strategy.broadcast(exists and is_new and not hasattr(trainer, "run_folder")):
+        raise ValueError(
+            f"{path} is of another run: give the Trainer a logger, which makes a folder for each "
+            "run, or another default_root_dir; or delete what that run wrote."
+        )
+
+
 class PeriodicEvaluation(Callback, ABC):
     """Base of callbacks that measure after every validation of a fit, or every n optimizer steps.
 
@@ -51,7 +86,12 @@ class PeriodicEvaluation(Callback, ABC):
     Args:
         every_n_steps: optimizer steps between measurements, >= 1; None measures after every
             validation.
+
+    Attributes:
+        folder: folder of the files that the callback writes, from `setup` on.
     """
+
+    folder: Path
 
     def __init__(self, every_n_steps: int | None) -> None:
         if every_n_steps is not None and every_n_steps < 1:
@@ -68,7 +108,8 @@ class PeriodicEvaluation(Callback, ABC):
         """Names of the metrics that a fit logs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse Lightning's WeightAveraging, which hides when its averages are in use."""
+        """Set the folder; refuse Lightning's WeightAveraging, which hides when it is in use."""
+        self.folder = output_folder(trainer)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance_lightning(other, WeightAveraging):
                 raise ValueError(

@@ -18,6 +18,7 @@ from lit_diffusion.callbacks.evaluation import (
     PeriodicEvaluation,
     generate_images,
     inference_mode,
+    refuse_other_run,
     require_generate,
     split_images,
     swap_weights,
@@ -59,18 +60,20 @@ class FIDEvaluation(PeriodicEvaluation):
     Logs `val/fid_<num_samples>` and its floor, the FID of as many real images with the same labels.
     `trainer.test` logs `test/fid_...` if the data have a test split. The metric name contains
     `weights` unless they are "ema". Each evaluation appends one line with the whole protocol to
-    `evaluations.jsonl` in the Trainer's `default_root_dir`; the best step is saved there as
-    `checkpoints/best-fid.ckpt`. With `every_n_steps`, the FID goes to the loggers only, because
-    `ModelCheckpoint(monitor=...)` would assign an old FID to later weights. If samples are not
-    finite, the FID is NaN, a warning names their seeds, and training continues. `fast_dev_run`
-    generates one sample and computes no FID.
+    `evaluations.jsonl` in the run folder; the best step is saved there as
+    `checkpoints/best-fid.ckpt`. The run folder is that of `lit-diffusion fit`; in other projects it
+    is the folder of the first logger's version, or `default_root_dir` if there is no logger, where
+    a new run is refused if another has written there. With `every_n_steps`, the FID goes to the
+    loggers only, because `ModelCheckpoint(monitor=...)` would assign an old FID to later weights.
+    If samples are not finite, the FID is NaN, a warning names their seeds, and training continues.
+    `fast_dev_run` generates one sample and computes no FID.
 
     Args:
         num_samples: number of samples to generate, >= 2. FIDs of different numbers of samples are
             not comparable.
         extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn",
             "patches-cnn"; or a file of `lit-diffusion train-extractor`, which is copied to the
-            Trainer's `default_root_dir`.
+            run folder.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
             folder of images, or an .npz file of them. Splits of a loader are used as they are,
             including augmentation.
@@ -190,8 +193,12 @@ class FIDEvaluation(PeriodicEvaluation):
         self.image_count = start_image_count(trainer, self.image_count)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
+        file = self.folder / "evaluations.jsonl"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        # Lines of step 0 are of a validation before this fit.
+        refuse_other_run(trainer, file, any(json.loads(line).get("step") for line in lines))
         if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
-            self.protocol.copy_to(Path(trainer.default_root_dir))
+            self.protocol.copy_to(self.folder)
         settings = self._comparable_settings(trainer, pl_module)
         # Checkpoints of earlier versions lack some settings.
         before = settings | self._best_settings
@@ -330,7 +337,7 @@ class FIDEvaluation(PeriodicEvaluation):
                 f"{record.floor:.4g}), {record.seconds['total']:.1f} s."
             )
         if trainer.is_global_zero:
-            write_evaluation(Path(trainer.default_root_dir) / "evaluations.jsonl", record)
+            write_evaluation(self.folder / "evaluations.jsonl", record)
         return record
 
     def _add_samples(
@@ -421,7 +428,7 @@ class FIDEvaluation(PeriodicEvaluation):
         if not self._best_is_unsaved:
             return
         self._best_is_unsaved = False
-        path = Path(trainer.default_root_dir) / "checkpoints" / "best-fid.ckpt"
+        path = self.folder / "checkpoints" / "best-fid.ckpt"
         # Averages may be in place during validation; a checkpoint needs the weights being trained.
         with swap_weights(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)

@@ -1,5 +1,6 @@
 """Power-function averages of weights, with snapshots to reconstruct other widths afterwards."""
 
+import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.callbacks.ema import EMA
+from lit_diffusion.callbacks.evaluation import output_folder, refuse_other_run
 from lit_diffusion.checkpoints.averages import (
     SNAPSHOT_FOLDER,
     delete_snapshots_after,
+    list_snapshots,
     write_snapshot,
 )
 from lit_diffusion.ema_profiles import exponent, power_decay
@@ -37,7 +40,7 @@ class PowerEMA(EMA):
     Args:
         widths: relative widths, one or more, above 0 and below 0.289.
         snapshot_every_n_steps: optimizer steps between snapshots, which are written to
-            `<trainer.default_root_dir>/ema-snapshots`; None writes none.
+            `ema-snapshots/` in the run folder, beside `checkpoints/`; None writes none.
         prefix: submodule to average, such as "network"; "" for all.
         on_cpu: whether to store the averages in CPU memory. Saves GPU memory but is slower, because
             each update copies the weights.
@@ -111,11 +114,28 @@ class PowerEMA(EMA):
         super().on_train_start(trainer, pl_module)
         self._last_snapshot = self.steps
         self._hashes = {step: sha for step, sha in self._hashes.items() if step <= self.steps}
-        is_trial = trainer.fast_dev_run  # type: ignore[attr-defined]
-        if self.snapshot_every_n_steps and trainer.is_global_zero and not is_trial:
-            folder = Path(trainer.default_root_dir) / SNAPSHOT_FOLDER
-            if count := delete_snapshots_after(folder, self.steps):
-                rank_zero_info(f"Deleted {count} snapshots after step {self.steps} in {folder}.")
+        if self.snapshot_every_n_steps is None:
+            return
+        self._folder = output_folder(trainer) / SNAPSHOT_FOLDER
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        refuse_other_run(trainer, self._folder, self._folder.exists())
+        if trainer.is_global_zero:
+            self._copy_earlier_snapshots(trainer)
+            if count := delete_snapshots_after(self._folder, self.steps):
+                rank_zero_info(
+                    f"Deleted {count} snapshots after step {self.steps} in {self._folder}."
+                )
+
+    def _copy_earlier_snapshots(self, trainer: Trainer) -> None:
+        """Copy the snapshots of the resumed run if this run has another folder."""
+        before = Path(trainer.ckpt_path or "").absolute().parent.parent / SNAPSHOT_FOLDER
+        if trainer.ckpt_path is None or before.resolve() == self._folder.resolve():
+            return
+        for step, file in list_snapshots(before).items():
+            if step in self._hashes and not (self._folder / file.name).exists():
+                self._folder.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, self._folder / file.name)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
         """Write a snapshot if one is due."""
@@ -127,5 +147,4 @@ class PowerEMA(EMA):
         state = self.state_dict()
         if trainer.is_global_zero and state:
             shadows = zip(state["decays"], state["shadows"], strict=True)
-            folder = Path(trainer.default_root_dir) / SNAPSHOT_FOLDER
-            self._hashes[step] = write_snapshot(folder, step, dict(shadows))
+            self._hashes[step] = write_snapshot(self._folder, step, dict(shadows))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -43,8 +42,10 @@ MAX_TRAINING_BYTES = 2**28
 class SampleGrid(PeriodicEvaluation):
     """Writes grids of the samples of seeds 0, ..., num - 1 as PNG files.
 
-    Files go to `<trainer.default_root_dir>/samples/` and to loggers (TensorBoard, W&B, MLflow,
-    Comet). File names contain the weights: "ema" if a callback provides them, else "raw".
+    Files go to loggers (TensorBoard, W&B, MLflow, Comet) and to `samples/` in the run folder: that
+    of `lit-diffusion fit`, or in other projects the folder of the first logger's version, or
+    `default_root_dir` if there is no logger. File names contain the weights: "ema" if a callback
+    provides them, else "raw".
 
     - `step-00001000-ema.png`: the samples, with class names if the data module has `class_names`.
       Small images are enlarged by an integer factor.
@@ -199,7 +200,7 @@ class SampleGrid(PeriodicEvaluation):
             self._median_distance = nearest_neighbors(held_out, training_images)[0].median()
 
     def _publish(self, trainer: Trainer, kind: str, weights: str, grid: Tensor) -> None:
-        folder = Path(trainer.default_root_dir) / "samples"
+        folder = self.folder / "samples"
         folder.mkdir(parents=True, exist_ok=True)
         picture, step = to_pil_image(grid), trainer.global_step
         picture.save(folder / f"{kind}-{step:08d}-{weights}.png")

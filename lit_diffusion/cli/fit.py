@@ -288,6 +288,7 @@ class RunCLI(LightningCLI):
         kwargs |= {"logger": self._loggers(config.logger), "callbacks": self._callbacks(config)}
         try:
             trainer = super().instantiate_trainer(plugins=plugins, **kwargs)
+            trainer.run_folder = trainer.default_root_dir  # type: ignore[attr-defined]
         except MisconfigurationException as error:
             if "No supported gpu backend" not in str(error):
                 raise

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
 from support.memory_logger import MemoryLogger
 from support.pixels import FEATURES, PixelProtocol, random_images
 from support.rising import Rising, loader, trainer
@@ -68,6 +69,25 @@ def averaged(step, decay=0.5):
     for k in range(1, step + 1):
         level = decay * level + (1 - decay) * k
     return level
+
+
+# Where the files are
+
+
+def test_each_run_of_another_project_writes_where_its_logger_does(tmp_path):
+    for version in range(2):
+        fit(tmp_path, fid(tmp_path), logger=CSVLogger(tmp_path, name="project"))
+        folder = tmp_path / f"project/version_{version}"
+        assert records(folder, "step") == [(8,)]
+        assert best(folder)["global_step"] == 8
+    assert not (tmp_path / "evaluations.jsonl").exists()
+
+
+def test_a_new_run_into_the_scores_of_another_is_refused(tmp_path):
+    fit(tmp_path, fid(tmp_path))
+    with pytest.raises(ValueError, match=r"evaluations\.jsonl is of another run: give the Trainer"):
+        fit(tmp_path, fid(tmp_path))
+    assert records(tmp_path, "step") == [(8,)]
 
 
 # What is measured

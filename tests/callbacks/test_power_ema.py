@@ -1,4 +1,7 @@
+import shutil
+
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 from support.plain_module import (
     PlainModule,
     assert_close,
@@ -61,6 +64,27 @@ def test_a_resumed_run_ends_with_the_same_averages_and_snapshots(tmp_path):
     assert all((folders[0] / n).read_bytes() == (folders[1] / n).read_bytes() for n in names[0])
 
 
+def test_a_run_that_resumes_into_another_folder_takes_its_snapshots_along(tmp_path):
+    """As Lightning's loggers give each start a folder of a new version."""
+    loggers = [CSVLogger(tmp_path, name="project") for _ in range(2)]
+    ema, options = PowerEMA(snapshot_every_n_steps=4), {"max_epochs": -1, "logger": loggers[0]}
+    trainer = fit(tmp_path, PlainModule(), ema, max_steps=8, **options)
+    file = saved(trainer, tmp_path / "project/version_0")
+    module, options["logger"] = Recorded(), loggers[1]
+    ema = PowerEMA(snapshot_every_n_steps=4)
+    trainer = fit(tmp_path, module, ema, max_steps=12, ckpt_path=file, **options)
+    assert snapshots(tmp_path / "project/version_0") == [4, 8]
+    assert snapshots(tmp_path / "project/version_1") == [4, 8, 12]
+    load(saved(trainer, tmp_path / "project/version_1"), "power_0.07", module=PlainModule())
+
+
+def test_a_new_run_does_not_delete_the_snapshots_of_another(tmp_path):
+    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=4), max_steps=4)
+    with pytest.raises(ValueError, match="ema-snapshots is of another run: give the Trainer a log"):
+        fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=4), max_steps=4)
+    assert snapshots(tmp_path) == [4]
+
+
 def snapshots(folder):
     return sorted(int(file.stem[5:]) for file in (folder / "ema-snapshots").glob("*"))
 
@@ -105,10 +129,13 @@ def test_averages_that_begin_in_the_middle_count_from_there(tmp_path):
 
 
 def test_snapshots_of_another_run_are_not_mixed_in(tmp_path):
-    fit(tmp_path, PlainModule(lr=0.5), PowerEMA(snapshot_every_n_steps=3), max_steps=15)
     module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=4)
     file = saved(fit(tmp_path, module, ema, max_steps=32, max_epochs=-1), tmp_path)
-    assert snapshots(tmp_path) == list(range(4, 33, 4))
+    fit(tmp_path / "b", PlainModule(lr=0.5), PowerEMA(snapshot_every_n_steps=3), max_steps=15)
+    for stranger in (tmp_path / "b/ema-snapshots").iterdir():
+        if not (tmp_path / "ema-snapshots" / stranger.name).exists():
+            shutil.copy(stranger, tmp_path / "ema-snapshots")
+    assert 3 in snapshots(tmp_path)
     assert_widths(file, module.path)
 
 

@@ -271,5 +271,5 @@ def test_grids_go_to_tensorboard_and_not_to_loggers_without_pictures(tmp_path):
     events = EventAccumulator(board.log_dir).Reload()
     assert sorted(events.Tags()["images"]) == ["samples/nearest-raw", "samples/step-raw"]
     (event,) = events.Images("samples/step-raw")
-    picture = pixels(tmp_path / "samples" / "step-00000004-raw.png")
+    picture = pixels(tmp_path / "csv/lightning_logs/version_0/samples/step-00000004-raw.png")
     assert (event.step, event.height, event.width) == (4, *picture.shape[1:])

@@ -162,7 +162,8 @@ def test_the_snippet_of_the_readme_runs(tmp_path, monkeypatch):
     trainer = project.main(folder=str(tmp_path / "run"), max_epochs=2)
     assert trainer.global_step == 24
     assert "val/fid_360" in trainer.callback_metrics
-    files = {f.name for f in (tmp_path / "run" / "samples").iterdir()}
+    folder = tmp_path / "run/lightning_logs/version_0/samples"
+    files = {f.name for f in folder.iterdir()}
     assert files == {"step-00000024-ema.png", "nearest-00000024-ema.png"}
 
 

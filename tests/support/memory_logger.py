@@ -4,7 +4,7 @@ from lightning.pytorch.loggers import Logger
 
 
 class MemoryLogger(Logger):
-    name, version = "memory", 0
+    name = version = ""
 
     def __init__(self):
         super().__init__()
