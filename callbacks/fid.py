@@ -24,7 +24,7 @@ from lit_diffusion.callbacks.evaluation import (
     swap_weights,
     weights_providers,
 )
-from lit_diffusion.files import user_cache
+from lit_diffusion.files import check_regular, user_cache
 from lit_diffusion.metrics.auxiliary_metrics import (
     AuxiliaryMetrics,
     FeatureComparison,
@@ -194,7 +194,7 @@ class FIDEvaluation(PeriodicEvaluation):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         file = self.folder / "evaluations.jsonl"
-        lines = file.read_text().splitlines() if file.is_file() else []
+        lines = check_regular(file).read_text().splitlines() if file.exists() else []
         # Lines of step 0 are of a validation before this fit.
         refuse_other_run(trainer, file, any(json.loads(line).get("step") for line in lines))
         if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:

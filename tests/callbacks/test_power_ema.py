@@ -1,5 +1,3 @@
-import shutil
-
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from support.plain_module import (
@@ -125,17 +123,6 @@ def test_averages_that_begin_in_the_middle_count_from_there(tmp_path):
     file = saved(fit(tmp_path, module, ema, **options), tmp_path)
     assert snapshots(tmp_path) == list(range(4, 33, 4))
     assert_close(now(load(file, module=PlainModule())), by_profile(module.path, 0.05))
-    assert_widths(file, module.path)
-
-
-def test_snapshots_of_another_run_are_not_mixed_in(tmp_path):
-    module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=4)
-    file = saved(fit(tmp_path, module, ema, max_steps=32, max_epochs=-1), tmp_path)
-    fit(tmp_path / "b", PlainModule(lr=0.5), PowerEMA(snapshot_every_n_steps=3), max_steps=15)
-    for stranger in (tmp_path / "b/ema-snapshots").iterdir():
-        if not (tmp_path / "ema-snapshots" / stranger.name).exists():
-            shutil.copy(stranger, tmp_path / "ema-snapshots")
-    assert 3 in snapshots(tmp_path)
     assert_widths(file, module.path)
 
 
