@@ -7,6 +7,7 @@ Shapes: images (B, C, H, W); alpha and sigma broadcastable to them and of their 
 the error of x0 to a weight on the error of the output (losses.py).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -136,8 +137,8 @@ class EDMPreconditioning:
     sigma_data: float = 0.5
 
     def __post_init__(self) -> None:
-        if not self.sigma_data > 0:
-            raise ValueError(f"sigma_data must be > 0, got {self.sigma_data}.")
+        if not 0 < self.sigma_data < math.inf:
+            raise ValueError(f"0 < sigma_data < inf must hold, got {self.sigma_data}.")
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """x_t / sqrt(V)."""

@@ -273,8 +273,9 @@ class ContinuousVP:
     num_steps: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        if not (self.beta_min > 0 and self.beta_d > 0 and 0 < self.t_min < 1):
-            raise ValueError(f"beta_min > 0, beta_d > 0 and 0 < t_min < 1 must hold, got {self}.")
+        are_rates = 0 < self.beta_min < math.inf and 0 < self.beta_d < math.inf
+        if not (are_rates and 0 < self.t_min < 1):
+            raise ValueError(f"0 < beta_min, beta_d < inf and 0 < t_min < 1 must hold, got {self}.")
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
         """exp(-B / 2) and sqrt(1 - exp(-B)), float64."""

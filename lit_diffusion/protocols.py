@@ -8,12 +8,20 @@ jsonargparse checks objects from YAML against these protocols. This is why metho
 `__call__`), parameters are positional-only and attributes are read-only properties.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+
+
+def check_positive(**values: float | None) -> None:
+    """Raise ValueError unless each value, passed by its name, is above 0 and finite, or None."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {value}.")
 
 
 class Denoised(NamedTuple):

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_diffusion.networks.layers import timestep_embedding
-from lit_diffusion.protocols import Condition, describe_condition
+from lit_diffusion.protocols import Condition, check_positive, describe_condition
 
 
 class ConditionKind(Protocol):
@@ -45,6 +45,9 @@ class Classes:
     num_classes: int
     null_class: bool = True
 
+    def __post_init__(self) -> None:
+        check_positive(num_classes=self.num_classes)
+
     def embedding(self, width: int, /) -> nn.Module:
         """A learned row for each class."""
         return LabelEmbedding(self.num_classes, width, self.null_class)
@@ -59,6 +62,9 @@ class Vectors:
     """
 
     dim: int
+
+    def __post_init__(self) -> None:
+        check_positive(dim=self.dim)
 
     def embedding(self, width: int, /) -> nn.Module:
         """A linear map."""
@@ -75,6 +81,9 @@ class Tokens:
 
     dim: int
 
+    def __post_init__(self) -> None:
+        check_positive(dim=self.dim)
+
     def embedding(self, width: int, /) -> nn.Module:
         """A linear map of each token."""
         return TokenEmbedding(self.dim, width)
@@ -89,6 +98,9 @@ class WordIds:
     """
 
     num_words: int
+
+    def __post_init__(self) -> None:
+        check_positive(num_words=self.num_words)
 
     def embedding(self, width: int, /) -> nn.Module:
         """A learned row for each word."""

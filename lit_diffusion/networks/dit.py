@@ -120,7 +120,8 @@ class DiT(nn.Module):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(image_size, patch_size, width, depth, num_heads)
+        others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
+        check_sizes(image_size, patch_size, width, depth, num_heads, **others)
         condition = resolve_condition(condition, num_classes)
         self.num_classes = getattr(condition, "num_classes", None)
         self.num_words = getattr(condition, "num_words", None)

@@ -204,7 +204,10 @@ class JiT(nn.Module):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(image_size, patch_size, width, depth, num_heads)
+        others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
+        check_sizes(
+            image_size, patch_size, width, depth, num_heads, bottleneck=bottleneck, **others
+        )
         if width // num_heads % 4:
             raise ValueError(
                 "RoPE needs heads of a width divisible by 4, got width / num_heads = "

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lit_diffusion.protocols import check_positive
+
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
@@ -286,8 +288,14 @@ def no_autocast(x: Tensor) -> AbstractContextManager[None]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def check_sizes(image_size: int, patch_size: int, width: int, depth: int, num_heads: int) -> None:
-    """Raise ValueError if sizes of a transformer do not fit together, or are far too large."""
+def check_sizes(
+    image_size: int, patch_size: int, width: int, depth: int, num_heads: int, **others: float
+) -> None:
+    """Raise ValueError if sizes of a transformer do not fit together, or are far too large.
+
+    `others` are sizes that must be positive.
+    """
+    check_positive(image_size=image_size, width=width, depth=depth, **others)
     if width > 10**5 or depth > 1000 or image_size > 10**5:
         raise ValueError(
             "width and image_size must be at most 100000 and depth 1000, got "

@@ -43,7 +43,7 @@ from lit_diffusion.networks.layers import (
     self_attention,
     zero_,
 )
-from lit_diffusion.protocols import Condition
+from lit_diffusion.protocols import Condition, check_positive
 
 
 class GroupNorm32(nn.GroupNorm):
@@ -53,6 +53,7 @@ class GroupNorm32(nn.GroupNorm):
     """
 
     def __init__(self, channels: int, groups: int = 32) -> None:
+        check_positive(norm_groups=groups)
         if channels % groups:
             raise ValueError(
                 f"Group norm needs channels divisible by its groups, got {channels} channels "
@@ -275,6 +276,14 @@ class _Encoder(nn.Module):
     ) -> None:
         super().__init__()
         levels = len(channel_mult)
+        check_positive(
+            in_channels=in_channels,
+            model_channels=model_channels,
+            num_res_blocks=num_res_blocks,
+            **{"the length of channel_mult": levels},
+        )
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"dropout must be in [0, 1], got {dropout}.")
         if model_channels > 10**5 or num_res_blocks > 1000 or levels > 32:
             raise ValueError(
                 "model_channels must be at most 100000, num_res_blocks 1000 and channel_mult 32 "
@@ -287,6 +296,8 @@ class _Encoder(nn.Module):
                 f"downsampling factors {factors} of a channel_mult of length {levels}."
             )
         self.emb_channels = 4 * model_channels
+        for mult in channel_mult:
+            check_positive(channel_mult=mult)
         self.widths = [int(mult * model_channels) for mult in channel_mult]
         self.attends = [factor in attention_downsample for factor in factors]
         self.head_channels, self.split_heads_first = head_channels, split_heads_first
@@ -438,6 +449,7 @@ class UNet(_Encoder):
         gradient_checkpointing: bool = False,
     ) -> None:
         condition = resolve_condition(condition, num_classes)
+        check_positive(out_channels=out_channels, num_heads_upsample=num_heads_upsample)
         super().__init__(
             in_channels,
             model_channels,
@@ -558,6 +570,7 @@ class EncoderUNet(_Encoder):
         resblock_updown: bool = True,
         split_heads_first: bool = True,
     ) -> None:
+        check_positive(image_size=image_size, out_channels=out_channels)
         super().__init__(
             in_channels,
             model_channels,

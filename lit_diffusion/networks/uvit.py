@@ -124,7 +124,8 @@ class UViT(nn.Module):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        check_sizes(image_size, patch_size, width, depth, num_heads)
+        others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
+        check_sizes(image_size, patch_size, width, depth, num_heads, **others)
         if depth % 2:
             raise ValueError(f"depth must be even, as each block has a skip, got {depth}.")
         condition = resolve_condition(condition, num_classes)

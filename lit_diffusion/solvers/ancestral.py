@@ -1,5 +1,6 @@
 """DDPM, DDIM and Euler: steps of q(x_s | x_t, x0), with an adjustable amount of new noise."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -106,8 +107,8 @@ class DDIM:
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
-        if not self.eta >= 0:
-            raise ValueError(f"eta must be >= 0, got {self.eta}; 0 is deterministic.")
+        if not 0 <= self.eta < math.inf:
+            raise ValueError(f"eta must be >= 0 and finite, got {self.eta}; 0 is deterministic.")
 
     def default_times(self, process: Process) -> TimeGrid:
         """`Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous time."""

@@ -36,7 +36,8 @@ class Heun:
         churn_noise: S_noise, standard deviation of the noise before it is scaled to the new level.
 
     Raises:
-        ValueError: if steps < 1 or churn < 0, and by `check` for a grid that starts without signal.
+        ValueError: for steps or churn out of range, and by `check` for a grid that starts without
+            signal.
 
     Source: Karras et al. 2022 (EDM), algorithms 1 and 2.
     """
@@ -53,6 +54,11 @@ class Heun:
         check_steps(self.steps)
         if not self.churn >= 0:
             raise ValueError(f"churn must be >= 0, got {self.churn}; 0 is deterministic.")
+        if not (0 <= self.churn_min <= self.churn_max and 0 <= self.churn_noise < math.inf):
+            raise ValueError(
+                "0 <= churn_min <= churn_max and 0 <= churn_noise < inf must hold, got "
+                f"{self.churn_min}, {self.churn_max} and {self.churn_noise}."
+            )
 
     def default_times(self, process: Process) -> TimeGrid:
         """`Karras(noisiest=-10)`."""

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from lit_diffusion.protocols import check_positive
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -148,6 +150,8 @@ class BigGANGenerator(nn.Module):
         smallest: int = 4,
     ) -> None:
         super().__init__()
+        check_positive(num_classes=num_classes, out_channels=out_channels, width=width)
+        check_positive(latent_dim=latent_dim, label_dim=label_dim, smallest=smallest)
         blocks = len(widths) - 1
         if blocks < 1 or latent_dim % (blocks + 1):
             raise ValueError(
@@ -215,6 +219,7 @@ class BigGANDiscriminator(nn.Module):
         attention_at: int = 64,
     ) -> None:
         super().__init__()
+        check_positive(num_classes=num_classes, in_channels=in_channels, width=width)
         self.num_classes = num_classes
         channels = [in_channels, *(width * factor for factor in widths)]
         halved = len(widths) - unhalved

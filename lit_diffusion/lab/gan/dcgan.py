@@ -12,6 +12,8 @@ pytorch/examples, dcgan/main.py.
 import torch
 from torch import Tensor, nn
 
+from lit_diffusion.protocols import check_positive
+
 
 def count_halvings(image_size: int, smallest: int) -> int:
     """Number of halvings from `image_size` to `smallest`.
@@ -59,6 +61,7 @@ class DCGANGenerator(nn.Module):
         smallest: int = 4,
     ) -> None:
         super().__init__()
+        check_positive(out_channels=out_channels, latent_dim=latent_dim, width=width)
         self.latent_dim = latent_dim
         last = count_halvings(image_size, smallest) - 1
         wide = width << last
@@ -101,6 +104,7 @@ class DCGANDiscriminator(nn.Module):
         self, image_size: int, in_channels: int, width: int = 64, smallest: int = 4
     ) -> None:
         super().__init__()
+        check_positive(in_channels=in_channels, width=width)
         last = count_halvings(image_size, smallest) - 1
         first = nn.Conv2d(in_channels, width, 4, 2, 1, bias=False)
         layers: list[nn.Module] = [first, nn.LeakyReLU(0.2)]  # (B, width, H/2, W/2)

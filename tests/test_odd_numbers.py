@@ -1,0 +1,68 @@
+"""Constructors refuse numbers out of range, by name, before torch or a training run meets them.
+
+Weightings, schedules of betas and grids are checked by what they are given to.
+"""
+
+import math
+from collections.abc import Sequence
+from inspect import signature
+from typing import get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from lit_diffusion.lab.gan.biggan import BigGANDiscriminator, BigGANGenerator
+from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
+from lit_diffusion.networks.conditions import Classes, Tokens, Vectors, WordIds
+from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.jit import JiT
+from lit_diffusion.networks.unet import EncoderUNet, UNet
+from lit_diffusion.networks.uvit import UViT
+from lit_diffusion.parameterizations import EDMPreconditioning
+from lit_diffusion.processes import ContinuousVP
+from lit_diffusion.solvers.ancestral import DDIM, Euler
+from lit_diffusion.solvers.heun import Heun
+
+SIZES = {"image_size": 16, "in_channels": 1, "out_channels": 1}
+GAN = {"num_classes": 2, "in_channels": 1, "out_channels": 1}
+LABELLED = {"num_classes": 2, "dim": 2, "num_words": 2}
+KINDS = {
+    **dict.fromkeys((UNet, EncoderUNet, DiT, UViT, JiT, DCGANGenerator, DCGANDiscriminator), SIZES),
+    **dict.fromkeys((BigGANGenerator, BigGANDiscriminator), GAN),
+    **dict.fromkeys((Classes, Vectors, Tokens, WordIds), LABELLED),
+    **{kind: {} for kind in (EDMPreconditioning, ContinuousVP, DDIM, Euler, Heun)},
+}
+ZERO_IS_FINE = {"dropout", "eta", "churn", "churn_min", "churn_max", "churn_noise"}
+ZERO_IS_FINE |= {"in_context_tokens", "unhalved", "attention_at"}
+INFINITE_IS_FINE = {"churn", "churn_max", "churn_min"}
+ANY = {"in_context_start"}  # checked where they are used
+
+
+def odd_arguments():
+    """(class, its other arguments, name, value) for every number in every signature."""
+    cases = []
+    for kind, arguments in KINDS.items():
+        hints, names = get_type_hints(kind.__init__), signature(kind).parameters
+        others = {name: arguments[name] for name in names if name in arguments}
+        for name in set(names) - ANY:
+            types = get_args(hints[name]) or (hints[name],)
+            values = [-1] * bool({int, float} & set(types))
+            values += [0] * bool(values and name not in ZERO_IS_FINE)
+            if float in types:
+                values += [math.nan] + [math.inf] * (name not in INFINITE_IS_FINE)
+            is_sequence = get_origin(hints[name]) in (tuple, Sequence)
+            cases += [(kind, others, name, (value,) if is_sequence else value) for value in values]
+    return sorted(cases, key=repr)
+
+
+@pytest.mark.parametrize(("kind", "required", "name", "value"), odd_arguments())
+def test_an_odd_number_is_refused_by_the_constructor(kind, required, name, value):
+    with pytest.raises(ValueError, match=r"got|must") as caught, torch.device("meta"):
+        kind(**{**required, name: value})
+    assert caught.traceback[-1].frame.f_globals["__name__"].startswith("lit_diffusion")
+
+
+@pytest.mark.parametrize("groups", [-1, 0, 5])
+def test_groups_that_no_norm_has_are_refused(groups):
+    with pytest.raises(ValueError, match="groups"):
+        UNet(1, 1, model_channels=32, norm_groups=groups)
