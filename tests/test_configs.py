@@ -438,9 +438,13 @@ OF_EACH_KIND = arms_of_each_kind()
         for pair in PAIRS
     ],
 )
-def test_every_arm_starts_on_its_experiments(offline, experiment, arm):
-    """In the slow tests one arm of each kind; the rare ones differ from those in numbers."""
+def test_every_arm_starts_on_its_experiments(offline, caplog, experiment, arm):
+    """In the slow tests one arm of each kind; the rare ones differ from those in numbers.
+
+    An arm that names another class repeats the arguments of the experiment's that should stay.
+    """
     assert start(experiment, arm, width=quarter(experiment)) == 0
+    assert not [message for message in caplog.messages if " replaces " in message]
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     is_other = spec["class_path"] != current["class_path"]
     parser = ArgumentParser(exit_on_error=False)
     with allow_class_paths(options.trust):
-        # As a default, `current` would also pass its arguments on to another class.
+        # With `current` as the default, its arguments would be reported as dropped.
         parser.add_argument("--solver", type=Solver, default=None if is_other else current)
         try:
             if is_other:

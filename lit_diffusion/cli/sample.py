@@ -94,4 +94,6 @@ def run(argv: Sequence[str]) -> None:
         print_error(f"Stopped{progress}; the same command goes on.")
         raise
     source = f"{record['weights']} weights of {record['checkpoint']}"
+    if (solver := record["sampling"].get("solver")) is not None:
+        source += f", by {solver}"
     print(f"{args.num} images in {folder}, from {source}.")

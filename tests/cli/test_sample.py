@@ -49,9 +49,12 @@ def test_the_files_are_the_images_that_the_averaged_module_generates(averaged):
     assert torch.equal(pngs(), averaged.generate(range(7, 12)))
 
 
-def test_labels_are_repeated_in_turn_and_the_record_says_how_images_were_generated(averaged):
+def test_labels_are_repeated_in_turn_and_the_record_says_how_images_were_generated(
+    averaged, capsys
+):
     options = "--labels 3,-1 --steps 2 --guidance 2"
     assert call(f"sample --checkpoint run --num 5 --out out {options}") == 0
+    assert f"by {DDIM(2)}." in capsys.readouterr().out
     averaged.solver, averaged.guidance = DDIM(2), ClassifierFree(2.0)
     assert torch.equal(pngs(), averaged.generate(range(5), torch.tensor([3, -1, 3, -1, 3])))
     content = record()
