@@ -14,6 +14,7 @@ from support.small_digits import write_small_digits
 
 from lit_diffusion.callbacks.sample_grid import image_grid
 from lit_diffusion.cli import sampling
+from lit_diffusion.grids import Sections
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.solvers import DDIM
@@ -54,7 +55,7 @@ def test_labels_are_repeated_in_turn_and_the_record_says_how_images_were_generat
 ):
     options = "--labels 3,-1 --steps 2 --guidance 2"
     assert call(f"sample --checkpoint run --num 5 --out out {options}") == 0
-    assert f"by {DDIM(2)}." in capsys.readouterr().out
+    assert f"by {DDIM(2, times=Sections())}." in capsys.readouterr().out
     averaged.solver, averaged.guidance = DDIM(2), ClassifierFree(2.0)
     assert torch.equal(pngs(), averaged.generate(range(5), torch.tensor([3, -1, 3, -1, 3])))
     content = record()
