@@ -30,7 +30,7 @@ from lit_diffusion.data.cropped_images import (
     CroppedImages,
     Requirements,
 )
-from lit_diffusion.files import open_image, user_cache
+from lit_diffusion.files import checked_read, open_image, user_cache
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 MAX_NAMED = 10
@@ -169,11 +169,8 @@ class FileImages(CroppedImages):
         return images, self.listing.labels[torch.tensor(index)]
 
     def _decode(self, path: Path) -> Image.Image:
-        try:
-            with open_image(path) as image:
-                return image.convert(self.mode)
-        except Exception as error:  # Pillow's decoders raise anything on broken data
-            raise OSError(f"{path} cannot be read ({error}).") from error
+        with checked_read(path, "image") as file, open_image(file) as image:
+            return image.convert(self.mode)
 
 
 class ImageFileDataModule(CroppedImageDataModule):

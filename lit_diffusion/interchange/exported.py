@@ -122,7 +122,8 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} {reason}; save the state_dict alone, by torch.save.") from None
     for name in ("ema", "model", "state_dict"):
         content = content.get(name, content) if isinstance(content, dict) else content
-    if not (isinstance(content, dict) and all(isinstance(v, Tensor) for v in content.values())):
+    is_plain = isinstance(content, dict) and all(isinstance(name, str) for name in content)
+    if not (is_plain and all(isinstance(value, Tensor) for value in content.values())):
         raise ValueError(f"{path} holds no state_dict, of tensors alone by name.")
     return {
         name.removeprefix("module."): value.float() if value.is_floating_point() else value

@@ -133,6 +133,7 @@ def test_only_tensors_are_read(tmp_path):
     for content, message in (
         ({"opt": Code()}, "holds pickled code, which is never run"),
         ([1], "holds no state_dict"),
+        ({7: torch.zeros(1)}, "holds no state_dict"),
         (None, "is damaged or of no such format"),
     ):
         torch.save(content, tmp_path / "x.pt")

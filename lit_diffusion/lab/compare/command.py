@@ -61,6 +61,9 @@ def run(argv: Sequence[str]) -> None:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder.")
+    table = out / "curves.csv"
+    if any(Path(run).resolve() == table.resolve() for run in args.runs):
+        raise ValueError(f"the report would replace {table}, which is read; choose another --out.")
     from lit_diffusion.lab.compare.report import build_report, write_report
     from lit_diffusion.lab.compare.tables import speedup_table
 

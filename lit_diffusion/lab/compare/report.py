@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from markdown_it import MarkdownIt
 
+from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.lab.compare import plots, run_tables, tables
 from lit_diffusion.lab.compare.comparison import (
     HEADLINE_SEEDS,
@@ -266,11 +267,12 @@ def write_report(report: Report, folder: Path) -> Path:
     }
     text = markdown(report)
     for name, png in pngs.items():
-        (folder / name).write_bytes(png)
+        with atomic_write(folder / name) as file:
+            file.write(png)
     for name, rows in records.items():
         if rows:
-            (folder / name).write_text(tables.to_csv(rows))
-    (folder / "report.md").write_text(text)
+            atomic_write_text(folder / name, tables.to_csv(rows))
+    atomic_write_text(folder / "report.md", text)
     page = folder / "report.html"
-    page.write_text(html(text, pngs))
+    atomic_write_text(page, html(text, pngs))
     return page

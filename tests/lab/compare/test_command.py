@@ -59,6 +59,9 @@ def test_a_sweep_is_compared_and_printed_as_one_sentence_and_one_table(capsys):
 
     assert call("compare report/curves.csv --out new/again") == 0
     assert rows("new/again/speedups.csv") == results
+    before = Path("report/curves.csv").read_bytes()
+    assert call("compare report/curves.csv --arms baseline slow --out report") == 2
+    assert Path("report/curves.csv").read_bytes() == before
     for runs in ("sweep", "report/curves.csv"):
         assert call(f"compare {runs} --arms baseline slow --out new") == 0
         assert list(rows("new/speedups.csv")) == ["baseline", "slow"]
@@ -124,12 +127,12 @@ def test_losses_are_compared_where_that_is_asked(capsys):
     [
         ("compare", "RUN must be given."),
         ("compare nowhere", "there is no run folder nowhere."),
-        ("compare nowhere.csv", "No such file or directory: 'nowhere.csv'"),
+        ("compare nowhere.csv", "nowhere.csv: No such file or directory; check"),
         ("compare sweep file.csv", "give either run folders or CSV files"),
         ("compare sweep --out file.csv", "--out file.csv is a file; name a folder."),
         ("compare sweep --baseline x", "the baseline x and another arm; there are baseline, slow."),
         ("compare sweep --arms fast x", "--arms: there is no fast, x; there are baseline, slow."),
-        ("compare sweep --target nine", "argument --target: invalid float value: 'nine'"),
+        ("compare sweep --target nine", "argument --target: invalid number value: 'nine'"),
         ("compare sweep --target -1", "the target must be a positive FID, got -1."),
         ("compare sweep/slow", "and another arm; there are slow."),
     ],
