@@ -213,7 +213,7 @@ def fit(
     batches: Iterable[LabelledBatch],
     task: ExtractorTask,
     generator: torch.Generator,
-    log: Callable[[str], Any] = print,
+    log: Callable[[str], Any],
 ) -> SmallClassifier:
     """Train with AdamW and a one-cycle learning rate. Returns the network in eval mode."""
     device, width = network.head.weight.device, network.num_features

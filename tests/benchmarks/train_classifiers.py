@@ -97,7 +97,7 @@ def train(name: str, recipe: Recipe, folder: Path) -> dict[str, object]:
     generator = torch.Generator().manual_seed(fold("batches", name))
     network = SmallClassifier(**recipe.network)
     batches = (recipe.draw(128, generator) for _ in range(recipe.task.steps))
-    network = fit(network, batches, recipe.task, generator)
+    network = fit(network, batches, recipe.task, generator, print)
     weights = save(network.state_dict())
     (folder / f"{name}.safetensors").write_bytes(weights)
     return {

@@ -1,5 +1,6 @@
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from lit_diffusion.lab.compare.comparison import (
     leads,
 )
 from lit_diffusion.lab.compare.curves import Arm, Bound, Crossing, Curve, mean_crossing, read_arms
+from lit_diffusion.lab.compare.tables import format_verdict
 
 NAN = math.nan
 
@@ -201,8 +203,10 @@ def still(level, name="still", seeds=range(3)):
 
 def test_an_arm_that_stands_still_above_the_target_ends_worse():
     base = arm("baseline", 1.0)
-    result = compare([base, still(level=4.0)], "baseline").results[0]
+    comparison = compare([base, still(level=4.0)], "baseline")
+    result = comparison.results[0]
     assert result.verdict is Verdict.WORSE
+    assert re.fullmatch(r"ends worse \(p [<=] 0\.\d+\)", format_verdict(result, comparison))
     assert result.speedup.p > 0.05  # its speed alone would be called noise
     assert result.end_p < 0.05
 

@@ -210,6 +210,8 @@ def with_jumps(losses, *spans):
         (falling_loss(300) + [1.0] * 50, 1, True),
         # A long one does not become the new normal.
         ([1.0] * 20 + [3.0] * 500, 1, True),
+        # 12 is more than twice the median of the 20 losses before it, 5, but not of 21, 9.
+        ([9.0] * 11 + [1.0] * 10 + [12.0, 1.0], 1, False),
         # However early it blew up: no calm step came before.
         ([1.0] + [50.0] * 200, 1, True),
         ([*falling_loss(300), math.nan, 0.1], 0, True),

@@ -34,6 +34,7 @@ def test_weights_of_dcgan_begin_as_in_the_paper():
 def test_sizes_that_are_no_doublings_are_refused(sizes):
     with pytest.raises(ValueError, match="image_size must be smallest times 2, 4, 8"):
         count_halvings(*sizes)
+    assert [count_halvings(size, 7) for size in (14, 28, 56)] == [1, 2, 3]
 
 
 @pytest.mark.slow  # the first operation on meta tensors imports much
