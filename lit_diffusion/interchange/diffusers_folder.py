@@ -64,12 +64,20 @@ def write_diffusers(
             remarks.append("Put an AutoencoderKL into vae/, which DiTPipeline needs.")
     else:
         raise ValueError(f"diffusers has no {name}: export a UNet or DiT, or --format safetensors.")
-    vae_files = [] if vae is None else _list_vae_files(Path(vae), name)
+    vae_files: list[Path] = []
+    vae_config: Json = {}
+    if vae is not None:
+        vae_files = _list_vae_files(Path(vae), name)
+        vae_config, shift = _scaled_config(Path(vae), module.codec, Path(folder) / "vae")
+        if shift:
+            remarks.append(f"DiTPipeline decodes without the codec's shift of {shift:g}.")
     schedule = {"_class_name": scheduler, **scheduler_config(module)}
 
     out = create_folder(folder)
     for file in vae_files:  # first: the VAE's folder may be one that is written below
         _copy_file(file, out / "vae" / file.name)
+    if vae_config:
+        _write_json(out / "vae" / "config.json", vae_config)
     write_model(out / part, {"_class_name": model, **config}, weights)
     _write_json(out / "scheduler" / "scheduler_config.json", schedule)
     index = {part: ["diffusers", model], "scheduler": ["diffusers", scheduler]}
@@ -164,6 +172,25 @@ def _list_vae_files(folder: Path, network: str) -> list[Path]:
             "writes it."
         )
     return [check_regular(file) for file in (path, *weights)]
+
+
+def _scaled_config(vae: Path, codec: Any, target: Path) -> tuple[Json, float]:
+    """Config of a VAE with the scale and shift of the codec, if it has them, and that shift.
+
+    Raises:
+        ValueError: if this would change the config of the VAE itself.
+    """
+    config = _read_json(vae / "config.json")
+    factors = {"scaling_factor": "scale", "shift_factor": "shift"}
+    changes = {key: getattr(codec, name) for key, name in factors.items() if hasattr(codec, name)}
+    usual = {"scaling_factor": 0.18215, "shift_factor": 0.0}
+    is_changed = any((config.get(key) or usual[key]) != value for key, value in changes.items())
+    if is_changed and target.resolve() == vae.resolve():
+        raise ValueError(
+            f"{vae} would get scale and shift of {codec} in place of its own: export into another "
+            "folder, where a copy gets them."
+        )
+    return config | changes if is_changed else config, float(changes.get("shift_factor", 0.0))
 
 
 def _copy_file(source: Path, target: Path) -> None:

@@ -20,6 +20,7 @@ from lit_diffusion.interchange.diffusers_folder import (
 )
 from lit_diffusion.interchange.published import convert
 from lit_diffusion.losses import HybridLoss, Simple
+from lit_diffusion.modules.vae import VAECodec
 from lit_diffusion.networks.conditions import Classes
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import UNet
@@ -143,9 +144,12 @@ def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
         image_shape=(4, 8, 8),
         num_classes=3,
         solver=DDIM(10, times=Stride(), clip=False),
+        codec=VAECodec(str(tmp_path / "vae"), scale=0.7),
     )
     (remark,) = write(tmp_path / "out", ours, DIT, str(tmp_path / "vae"))
     assert FIX_FREQUENCIES in remark
+    with pytest.raises(ValueError, match="would get scale and shift of VAECodec"):
+        write(tmp_path, ours, DIT, str(tmp_path / "vae"))
     pipeline = pipeline_of(tmp_path / "out", "DiTPipeline")
     exec(FIX_FREQUENCIES, {"pipeline": pipeline})
     generators = PerSampleNoise(SEEDS).generators
@@ -155,7 +159,7 @@ def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
         denoise = ours.denoise_for(torch.tensor([2, 0]))
         start = noise.draw(ours.image_shape)
         latents = ours.solver.sample(denoise, ours.process, start, noise.randn_like)
-        expected = vae.decode(latents.float() / vae.config.scaling_factor).sample
+        expected = vae.decode(latents.float() / 0.7).sample
     close(images, (expected / 2 + 0.5).clamp(0, 1))
 
 
