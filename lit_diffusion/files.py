@@ -127,7 +127,8 @@ def checked_read(
 ) -> Iterator[Path]:
     """Context that yields the path of a regular file, and in which the file is read.
 
-    Any error in the context means that the file is damaged: decoders raise many types.
+    Any error in the context means that the file is damaged: decoders raise many types, also a
+    MemoryError where a file asks for more than there is.
 
     Args:
         path: file to read.
@@ -141,7 +142,7 @@ def checked_read(
     path = check_regular(path)
     try:
         yield path
-    except (MemoryError, PermissionError):
+    except PermissionError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
