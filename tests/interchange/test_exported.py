@@ -139,5 +139,8 @@ def test_only_tensors_are_read(tmp_path):
         torch.save(content, tmp_path / "x.pt")
         if content is None:
             (tmp_path / "x.pt").write_bytes(b"PK" + bytes(40))
+            with pytest.raises(ValueError, match=message):
+                read_state_dict(tmp_path / "x.pt")
+            (tmp_path / "x.pt").write_bytes(b"")  # an EOFError without a message
         with pytest.raises(ValueError, match=message):
             read_state_dict(tmp_path / "x.pt")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.power_ema import PowerEMA
-from lit_diffusion.cli.doctor.run import ExaminedRun, FitOnOneProcess, describe_error
+from lit_diffusion.cli.doctor.run import ExaminedRun, FitOnOneProcess, describe_failure
 from lit_diffusion.cli.exact_resume import save_interval
 from lit_diffusion.cli.run_folder import read_command_line
 from lit_diffusion.config.trust import allow_class_paths
@@ -393,7 +393,7 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
             folder = contexts.enter_context(tempfile.TemporaryDirectory())
             cli = FitOnOneProcess(request, contexts, folder)
         except Exception as error:  # constructors may raise anything
-            yield problem("config", describe_error(error))
+            yield problem("config", describe_failure(error))
             return
         run = ExaminedRun(cli, seconds)
         yield from check_ranks(cli.num_devices, cli.num_nodes, os.environ)
@@ -401,7 +401,7 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
             try:
                 yield from check(run)
             except Exception as error:  # objects of other packages may have unexpected attributes
-                yield problem(check.__name__, describe_error(error))
+                yield problem(check.__name__, describe_failure(error))
 
 
 def report(findings: Sequence[Finding]) -> str:

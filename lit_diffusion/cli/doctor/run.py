@@ -23,7 +23,7 @@ from lit_diffusion.callbacks.trainer_state import limited_batches
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.fit import RunCLI, explain
 from lit_diffusion.cli.run_folder import Request
-from lit_diffusion.config.messages import explain_parse_error, is_user_error
+from lit_diffusion.config.messages import describe_error, explain_parse_error, is_user_error
 from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
@@ -168,7 +168,7 @@ class ExaminedRun:
                 if (num := min(largest, max(sampled, default=batch_size))) > 1:
                     call_seconds = seconds_per_image(num)
         except Exception as error:  # a run would fail as well, for example out of memory
-            self.failures.append(("sampling", describe_error(error)))
+            self.failures.append(("sampling", describe_failure(error)))
             return
         finally:
             module.solver = solver
@@ -195,7 +195,7 @@ class ExaminedRun:
         except Exception as error:  # the run would fail with it
             untrained = self.trainer.global_step == self.start_step
             explanation = explain(error, self.request, untrained)
-            self.failures.append(("fit", str(explanation or describe_error(error))))
+            self.failures.append(("fit", str(explanation or describe_failure(error))))
         times = watch.times[2:] if len(watch.times) > 3 else watch.times  # the first steps are slow
         if len(times) > 1:
             (first, start), *_, (last, end) = times
@@ -290,6 +290,7 @@ def dataset_length(loader: Any) -> int | None:
         return None
 
 
-def describe_error(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """The message of an error; with its type unless a check raised it."""
-    return str(error) if is_user_error(error) and str(error) else f"{type(error).__name__}: {error}"
+    text = describe_error(error)
+    return text if is_user_error(error) else f"{type(error).__name__}: {text}"
