@@ -112,5 +112,5 @@ def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
         free = shutil.disk_usage(path.parent).free / 2**20
         raise OSError(
             f"{path} could not be written, with {free:.0f} MiB free there: "
-            f"{first_line(error)}{intact}."
+            f"{getattr(error, 'strerror', None) or first_line(error)}{intact}."
         ) from error
