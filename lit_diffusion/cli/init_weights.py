@@ -26,7 +26,7 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
 
     Raises:
         FileNotFoundError: if the source does not exist.
-        ValueError: if none of its weights fit.
+        ValueError: if none of its weights fit, or one is not finite.
     """
     description, state, settings = read_init(source)
     fitting, outcome = match_weights(module.state_dict(), state)
@@ -36,6 +36,12 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
             f"--init_weights {source}: none of its weights ({theirs}, ...) fits the model, whose "
             f"are {ours}, ...; name a file of this architecture."
         )
+    for name, _ in module.named_parameters():
+        if name in fitting and not fitting[name].isfinite().all():
+            raise ValueError(
+                f"--init_weights {source}: weights must be finite, and {name} is not; its training "
+                "diverged: name an earlier file."
+            )
     module.load_state_dict(fitting, strict=False)
     counts = [
         f"{len(names)} {what}{_list_names(names) if what != 'kept' else ''}"

@@ -57,6 +57,14 @@ def test_a_run_begins_with_the_weights_and_so_does_its_average_and_a_resume_does
     assert not equal(network_of(weights("runs/new")), expected)
 
 
+def test_weights_that_are_not_finite_are_refused_by_name():
+    content = torch.load("old/checkpoints/last.ckpt", weights_only=True)
+    content["state_dict"]["network.out.2.bias"].fill_(torch.inf)
+    torch.save(content, "diverged.ckpt")
+    with pytest.raises(ValueError, match=r"diverged.ckpt:raw: .*network\.out\.2\.bias is not"):
+        start("diverged.ckpt:raw")
+
+
 @pytest.mark.parametrize(
     ("source", "which", "text"),
     [
