@@ -123,7 +123,7 @@ def test_whole_steps_are_the_usual_grid_in_discrete_time_alone(solver, process):
 
 def test_more_noise_than_there_is_is_refused():
     for eta in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match=f"eta must be >= 0, got {eta}"):
+        with pytest.raises(ValueError, match=f"eta must be >= 0 and finite, got {eta}"):
             DDIM(eta=eta)
     with pytest.raises(ValueError, match="eta = 30"):
         DDIM(50, eta=30.0).sample(toy_denoiser(COSINE), COSINE, Z(SHAPE, 1), CountedNoise(1))

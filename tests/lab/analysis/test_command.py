@@ -196,7 +196,7 @@ def test_one_step_of_lanczos_gives_the_curvature_along_a_random_vector():
         ("consistency a b --extractor unknown", "unknown"),
         ("landscape a --images 1", "--images must be 2 to 1437, got 1"),
         ("landscape a --points 1", "points must be >= 2, got 1"),
-        ("landscape a --span nan", "--span must be above 0 and finite, got nan"),
+        ("landscape a --span nan", "--span: must be a finite number, got nan"),
         ("landscape a --path a a", "two places or more that differ"),
         ("interpolate a b --points 1", "points must be >= 2, got 1"),
         ("hessian a --vectors -1", "vectors must be >= 1, got -1"),
