@@ -30,9 +30,9 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     keys = [key for key, _ in arguments.items(branches=True, nested=False)]
     dropped = {key: arguments.pop(key) for key in keys}
     previous.pop("dict_kwargs", None)
-    parser = ActionTypeHint.get_class_parser(new)
-    defaults = {action.dest: action.default for action in parser._actions}
-    repeated = vars(spec.get("init_args", Namespace())).keys()
+    types: Any = ActionTypeHint
+    defaults = {action.dest: action.default for action in types.get_class_parser(new)._actions}
+    repeated = vars(spec["init_args"]).keys() if "init_args" in spec else ()
     lost = [
         f"{key}={_describe(value)}"
         for key, value in dropped.items()

@@ -61,7 +61,8 @@ def allow_class_paths(
     packages = tuple(packages)
     old_settings = dict(parsing_settings)
     find_paths, resolve_name = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
-    load_yaml, discard = get_loader("yaml"), _typehints.discard_init_args_on_class_path_change
+    load_yaml: Any = get_loader("yaml")
+    discard: Any = _typehints.discard_init_args_on_class_path_change
     reported = set[str]()  # one command line is parsed several times
 
     def find_allowed_paths(obj: Any) -> set[str]:

@@ -62,7 +62,7 @@ def with_grid(solver: Any, process: Process) -> Any:
     """
     grid = time_grid_of(solver, process)
     has_times = is_dataclass(solver) and hasattr(solver, "times")
-    return replace(solver, times=grid) if has_times else solver  # type: ignore[type-var]
+    return replace(solver, times=grid) if has_times else solver
 
 
 def solver_times(solver: Solver, process: Process) -> Tensor:
