@@ -111,6 +111,7 @@ def test_arguments_of_arguments_are_reached(option):
     nested = [{"class_path": "a.B", "init_args": {"c": {"class_path": "d.E", "init_args": {}}}}]
     (callback,) = apply(nested, option)
     assert callback["init_args"]["c"]["init_args"] == {"f": 2}
+    assert apply([{"class_path": "a.B"}], "B.c.f=2")[0]["init_args"] == {"c": {"f": 2}}
 
 
 def test_null_leaves_one_out():

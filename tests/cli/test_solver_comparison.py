@@ -49,6 +49,7 @@ def test_each_cell_has_the_images_of_sample_and_the_fid_of_evaluate(capsys):
     one = f"--checkpoint run {options} --num 6 --solver Heun --steps 4"
     assert call(f"sample {one} --out heun") == 0
     assert same_images("heun", "out/Heun-4")
+    assert not list(Path("out").rglob("trajectory.*"))
     capsys.readouterr()
     assert call(f"evaluate {one}") == 0
     scored = json.loads(capsys.readouterr().out)

@@ -1,5 +1,7 @@
 from collections import Counter
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.pixels import FEATURES, PixelProtocol, random_images
@@ -76,6 +78,9 @@ def test_a_broken_cache_file_is_named_not_used(tmp_path):
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=path.name):
         measure_reference(*args)
+    np.savez(path, real_sum=np.array([Path.cwd()], dtype=object))  # read by unpickling alone
+    with pytest.raises(ValueError, match="Object arrays cannot be loaded"):
+        load_statistics(path)
     assert load_statistics(tmp_path / "missing.npz") is None
 
 
