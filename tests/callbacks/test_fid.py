@@ -715,6 +715,7 @@ def test_one_and_three_processes_make_the_same_evaluations(tmp_path):
 @pytest.mark.system
 def test_an_error_of_the_first_process_stops_all_instead_of_leaving_them_waiting(tmp_path):
     evaluate_on(2, tmp_path)
+    (tmp_path / "evaluations.jsonl").unlink()
     for path in (tmp_path / "cache").iterdir():
         path.write_bytes(b"broken")
     for rank in run_ranks(evaluate_on_ranks, 2, tmp_path):
