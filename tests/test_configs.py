@@ -268,7 +268,10 @@ def build(spec):
     return import_class(spec["class_path"])(**arguments)
 
 
-@pytest.mark.parametrize("base", ["digits", "cifar10-improved"])  # its solver is DDPM too
+@pytest.mark.parametrize(
+    "base",
+    ["digits", pytest.param("cifar10-improved", marks=pytest.mark.slow)],  # its solver is DDPM too
+)
 @pytest.mark.parametrize("method", METHOD_FILES)
 def test_a_method_is_its_column_of_the_readme(capsys, method, base):
     rows = [line.split(" | ") for line in README.splitlines() if line.startswith("| ")]

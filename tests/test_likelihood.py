@@ -164,7 +164,7 @@ def with_exact_variance(process, std):
     return with_fraction
 
 
-@pytest.mark.quick("LinearBetas")
+@pytest.mark.slow
 @pytest.mark.parametrize("betas", [LinearBetas, CosineBetas])
 def test_the_bound_is_at_most_a_hundredth_above_the_entropy(betas):
     """Of 8-bit values of N(0, 0.2^2), in a thousand steps."""

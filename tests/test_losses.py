@@ -380,6 +380,7 @@ def two_levels(n, generator, loss):
     return losses_of(output, torch.zeros_like(noise), t, noise, **parts, loss=loss)
 
 
+@pytest.mark.slow
 def test_learned_uncertainty_begins_as_the_plain_loss_and_ends_at_the_log_of_the_error():
     loss = UncertaintyLoss(Simple())
     first, plain = (

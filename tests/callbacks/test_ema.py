@@ -474,6 +474,7 @@ def test_averages_are_in_the_order_of_the_module(tmp_path):
     assert [name for name in shadows(ema) if name in buffers] == buffers
 
 
+@pytest.mark.slow
 def test_compiled_modules_are_averaged_under_the_names_of_uncompiled_ones(tmp_path):
     def compiled():
         module = PlainModule()

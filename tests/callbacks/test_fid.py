@@ -512,6 +512,7 @@ class OtherPixels(PixelProtocol):
     sha256 = "1" * 64
 
 
+@pytest.mark.slow
 def test_a_best_that_was_measured_otherwise_decides_nothing_after_a_resume(tmp_path, recwarn):
     """Resumed for an epoch in which every sample is too bright."""
 

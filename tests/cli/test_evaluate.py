@@ -80,6 +80,7 @@ def test_the_record_has_everything_that_the_scores_depend_on(run, capsys):
     assert f"in pixels {others['pixel recall']:.3f}" in output.err
 
 
+@pytest.mark.slow
 def test_a_folder_is_scored_as_when_it_was_generated_and_against_other_data(run, capsys):
     write_digits("real", "val", 12)
     Path("run/evaluations.jsonl").write_text('{"protocol": "digits-cnn", "step": 3}\n')

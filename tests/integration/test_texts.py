@@ -85,7 +85,7 @@ class DescribedDigits(Digits):
         return TensorImages(images, self.conditioning.for_seeds(range(64)))
 
 
-@pytest.mark.quick("words")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_texts_that_is_resumed_ends_with_the_same_bits(kind, tmp_path):
     """Weights, the learned none among them, and their average."""

@@ -45,6 +45,7 @@ def test_blocks_of_adaln_zero_are_identities_at_initialization(name):
     assert torch.equal(network.blocks[0](x, c, *positions), x)
 
 
+@pytest.mark.slow
 @each_network
 def test_a_new_network_learns(name):
     torch.manual_seed(0)
@@ -212,7 +213,7 @@ def test_a_bfloat16_network_is_close(name, kind):
     assert (output.float() - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.quick("labels-dit")
+@pytest.mark.slow
 @each_network
 @pytest.mark.parametrize("kind", ["labels", "none"])
 def test_torch_compile_captures_the_whole_network_in_one_graph(name, kind):

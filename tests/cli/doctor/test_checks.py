@@ -154,6 +154,7 @@ def test_tasks_that_lightning_refuses_are_a_problem(monkeypatch):
     assert by_topic["ranks"].level is Level.PROBLEM
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "text"),
     [

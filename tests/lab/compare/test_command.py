@@ -19,6 +19,7 @@ def rows(name):
         return {row["arm"]: row for row in csv.DictReader(file)}
 
 
+@pytest.mark.slow
 def test_a_sweep_is_compared_and_printed_as_one_sentence_and_one_table(capsys):
     """A winner, noise, a loser, an arm that never gets there, and runs that cannot be compared."""
     for arm, speed in {"baseline": 1, "fast": 2, "same": 1.02, "slow": 0.8, "stuck": 0.4}.items():
