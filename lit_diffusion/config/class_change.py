@@ -31,7 +31,8 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     dropped = {key: arguments.pop(key) for key in keys}
     previous.pop("dict_kwargs", None)
     types: Any = ActionTypeHint
-    defaults = {action.dest: action.default for action in types.get_class_parser(new)._actions}
+    parser = types.get_class_parser(new, sub_add_kwargs={"fail_untyped": False})
+    defaults = {action.dest: action.default for action in parser._actions}
     repeated = vars(spec["init_args"]).keys() if "init_args" in spec else ()
     lost = [
         f"{key}={_describe(value)}"

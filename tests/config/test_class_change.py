@@ -4,6 +4,7 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
 from lightning.pytorch.cli import OptimizerCallable
 
 from lit_diffusion.config.trust import allow_class_paths
@@ -99,3 +100,15 @@ def test_a_program_with_jsonargparse_is_left_alone(tmp_path):
     solvers = "lit_diffusion.solvers"
     arguments = [f"--x={solvers}.DDIM", "--x.steps=7", f"--x={solvers}.Heun"]
     assert parser.instantiate(parser.parse_args(arguments)).x == Heun(7)
+
+
+def test_a_class_without_type_hints_may_replace_another():
+    """As in projects of others, which name their packages by --trust."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Callback, "x", fail_untyped=False)
+    first = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss"}}
+    second = {"class_path": "support.random_fits.SavesEvery"}
+    second["init_args"] = {"folder": "here", "first": 1, "every_n_steps": 2}
+    with allow_class_paths(["support"]):
+        arguments = [f"--x={yaml.safe_dump(spec)}" for spec in (first, second)]
+        assert parser.parse_args(arguments).x.init_args.folder == "here"
