@@ -37,7 +37,7 @@ class RunConfig(SaveConfigCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the config, and log it as hyperparameters."""
         if trainer.is_global_zero and not self.already_saved:
-            text = self.parser.dump(self.config, skip_unset=False)
+            text = self.parser.dump(self.config, skip_unset=False, skip_validation=True)
             atomic_write_text(self._path, text)
             settings = yaml.safe_load(text)
             settings.pop("ckpt_path", None)

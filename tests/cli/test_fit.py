@@ -502,7 +502,6 @@ def test_the_private_names_of_lightning_are_of_the_kind_that_is_used():
     def parameters(function):
         return list(inspect.signature(function).parameters)
 
-    assert parameters(LightningCLI._dump_config) == ["self"]
     assert parameters(LightningCLI._parse_ckpt_path) == ["self"]
     assert parameters(LightningCLI._run_subcommand) == ["self", "subcommand"]
     assert parameters(LightningCLI._prepare_subcommand_kwargs) == ["self", "subcommand"]
