@@ -1,4 +1,4 @@
-from pathlib import Path
+import copy
 
 import pytest
 import torch
@@ -91,10 +91,11 @@ def test_the_older_spectral_norm_is_refused():
         use_exact_spectral_norm_(nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2))))
 
 
-@pytest.fixture
-def loaded(folder):
-    write_small_digits(Path("a/checkpoints/last.ckpt"))
-    return load_module("a", "raw")
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("a") / "checkpoints/last.ckpt"
+    write_small_digits(path)
+    return load_module(path, "raw")
 
 
 DIGITS = Digits().dataset("train")
@@ -128,7 +129,7 @@ def test_losses_are_of_their_level_or_of_a_level_by_index(loaded):
         (1438, [0.5], "--images must be 2 to 1437, got 1438"),
         *(
             (6, levels, "--levels must be different numbers")
-            for levels in ([0.5, 1.1], [float("nan")], [0.1234567, 0.1234568], [])
+            for levels in ([0.5, 1.1], [0.1234567, 0.1234568], [])
         ),
     ],
 )
@@ -153,10 +154,10 @@ def test_models_of_other_shapes_have_no_line_between_them(loaded):
 
 
 def test_models_that_differ_in_how_times_are_drawn_alone_share_their_losses(loaded):
-    other = load_module("a", "raw")
+    other = loaded._replace(checkpoint=copy.deepcopy(loaded.checkpoint))
     arguments = other.checkpoint["hyper_parameters"]
     arguments["times"] = {"class_path": "lit_diffusion.timesteps.LogNormal"}
     check_same_losses(loaded, other)
     arguments["loss"] = {"class_path": "lit_diffusion.losses.HybridLoss"}
-    with pytest.raises(ValueError, match=r"the loss of a/checkpoints/last\.ckpt is"):
+    with pytest.raises(ValueError, match=r"the loss of .*/last\.ckpt is"):
         check_same_losses(loaded, other)

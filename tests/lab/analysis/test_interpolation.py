@@ -1,7 +1,10 @@
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.fixed_losses import copy_weights
 from lit_diffusion.lab.analysis.interpolation import (
     align_features,
@@ -80,10 +83,11 @@ def test_a_network_whose_features_were_shuffled_is_put_in_order_again(name):
         torch.testing.assert_close(back[n], value)
 
 
-def test_each_line_is_drawn(tmp_path):
-    alphas = np.linspace(0, 1, 5)
-    values = np.array([1 + alphas])
-    lines = {"as they are": values, "aligned": 2 * values}
-    draw_interpolations(["u"], alphas, {"as they are": values}, tmp_path / "one.png")
-    draw_interpolations(["u"], alphas, lines, tmp_path / "two.png")
-    assert (tmp_path / "one.png").read_bytes() != (tmp_path / "two.png").read_bytes()
+def test_each_line_is_drawn(monkeypatch):
+    alphas, figures = np.linspace(0, 1, 5), []
+    monkeypatch.setattr(common, "save_figure", lambda figure, _: figures.append(figure))
+    lines = {"as they are": np.array([1 + alphas]), "aligned": np.array([2 + alphas])}
+    draw_interpolations(["u"], alphas, lines, Path("lines.png"))
+    drawn = {line.get_label(): line.get_ydata() for line in figures[0].axes[0].lines}
+    assert drawn.keys() == lines.keys()
+    assert all(np.array_equal(drawn[name], lines[name][0]) for name in lines)
