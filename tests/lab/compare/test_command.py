@@ -72,32 +72,30 @@ def test_a_sweep_is_compared_and_printed_as_one_sentence_and_one_table(capsys):
 @pytest.fixture
 def two_arms():
     for arm, speed in (("baseline", 1.0), ("slow", 0.8)):
-        for seed in range(5):
+        for seed in range(2):
             write_run(Path(f"sweep/{arm}/seed-{seed}"), fids(speed, seed), seed)
 
 
-def test_baseline_and_target_may_be_chosen(two_arms):
-    assert call("compare sweep --baseline slow --target 4.0") == 0
-    results = rows("report/speedups.csv")
-    assert float(results["baseline"]["speedup"]) > 1
-    assert results["slow"]["verdict"] == "baseline"
-    assert {row["target"] for row in results.values()} == {"4"}
-
-
-def test_arms_of_another_batch_size_are_compared_by_images_too(two_arms, capsys):
+def test_baseline_and_target_may_be_chosen_and_images_count_besides_steps(two_arms, capsys):
+    """Of an arm that sees twice as many images a step."""
     for path in Path("sweep/slow").glob("*/evaluations.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         lines = [json.dumps(r | {"images": 128 * r["step"]}) + "\n" for r in records]
         path.write_text("".join(lines))
-    assert call("compare sweep") == 0
+    assert call("compare sweep --baseline slow --target 4.0") == 0
     assert "images per step" in capsys.readouterr().out
-    ratio = float(rows("report/speedups.csv")["slow"]["speedup"])
-    assert float(rows("report/speedups-images.csv")["slow"]["speedup"]) == pytest.approx(ratio / 2)
+    results = rows("report/speedups.csv")
+    ratio = float(results["baseline"]["speedup"])
+    assert ratio > 1
+    assert results["slow"]["verdict"] == "baseline"
+    assert {row["target"] for row in results.values()} == {"4"}
+    by_images = rows("report/speedups-images.csv")["baseline"]["speedup"]
+    assert float(by_images) == pytest.approx(2 * ratio)
 
 
 def test_losses_are_compared_where_that_is_asked(capsys):
     for arm, speed in (("baseline", 1.0), ("fast", 2.0)):
-        for seed in range(5):
+        for seed in range(3):
             logger = AppendingCSVLogger(Path("losses", arm, f"seed-{seed}"))
             for step, loss in zip(STEPS, fids(speed, f"{arm}{seed}"), strict=True):
                 logger.log_metrics({"val/loss": loss}, step=step - 1)
@@ -131,11 +129,7 @@ def test_losses_are_compared_where_that_is_asked(capsys):
         ("compare nowhere.csv", "nowhere.csv: No such file or directory; check"),
         ("compare sweep file.csv", "give either run folders or CSV files"),
         ("compare sweep --out file.csv", "--out file.csv is a file; name a folder."),
-        ("compare sweep --baseline x", "the baseline x and another arm; there are baseline, slow."),
         ("compare sweep --arms fast x", "--arms: there is no fast, x; there are baseline, slow."),
-        ("compare sweep --target nine", "argument --target: invalid number value: 'nine'"),
-        ("compare sweep --target -1", "the target must be a positive FID, got -1."),
-        ("compare sweep/slow", "and another arm; there are slow."),
     ],
 )
 def test_a_mistake_ends_with_one_message_and_leaves_nothing(two_arms, capsys, command, message):
