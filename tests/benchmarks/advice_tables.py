@@ -15,6 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import geometric_mean
 
+from controls_table import ratio
 from csv_tables import print_table, read_rows
 
 from lit_diffusion.lab.compare.curves import Stability, read_arms
@@ -117,13 +118,6 @@ def against(runs: list[Run], baseline: list[Run]) -> tuple[TTest | None, TTest |
     return welch(list(ours.values()), list(theirs.values())), paired(*pairs)
 
 
-def ratio(test: TTest | None) -> str:
-    if test is None:
-        return "-"
-    mean, low, high = map(math.exp, (test.difference, test.low, test.high))
-    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
-
-
 def print_advice(by_cell: Cells) -> None:
     """At the best lr."""
     tests = {name: against(by_cell[name, 1], by_cell["baseline", 1]) for name in list(ADVICE)[1:]}
@@ -131,9 +125,9 @@ def print_advice(by_cell: Cells) -> None:
     corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     rows = []
     for name, text in ADVICE.items():
-        test, pairs = tests.get(name, (None, None))
+        ratios = [ratio(test) if test else "-" for test in tests.get(name, (None, None))]
         p = format_p(corrected.get(name))
-        rows.append([name, text, fids(by_cell[name, 1]), ratio(test), p, ratio(pairs)])
+        rows.append([name, text, fids(by_cell[name, 1]), ratios[0], p, ratios[1]])
     heads = ["arm", "what differs", "FID", "over the baseline's", "p (Holm)", "by seed"]
     print_table(heads, rows)
 

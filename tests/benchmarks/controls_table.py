@@ -38,9 +38,10 @@ def tests_of(arm: Arm, control: Arm) -> tuple[Result, TTest, TTest]:
     return result, speed, last
 
 
-def text(test: TTest, p: float | None, unit: str = "") -> str:
-    ratio, low, high = map(math.exp, (test.difference, test.low, test.high))
-    return f"{ratio:.2f}{unit} [{low:.2f}, {high:.2f}], p {format_p(p)}"
+def ratio(test: TTest, unit: str = "") -> str:
+    """The ratio of a test on logs, with its interval."""
+    mean, low, high = map(math.exp, (test.difference, test.low, test.high))
+    return f"{mean:.2f}{unit} [{low:.2f}, {high:.2f}]"
 
 
 def rows(pairs: Sequence[tuple[Arm, Arm]]) -> Iterator[list[str]]:
@@ -50,7 +51,9 @@ def rows(pairs: Sequence[tuple[Arm, Arm]]) -> Iterator[list[str]]:
     for (arm, control), (result, speed, last), ps in zip(pairs, tests, p_values, strict=True):
         seeds = f"{len(arm.curves)}, {len(control.curves)}"
         faster = f"{format_speedup(result.speedup)} to {format_fid(result.at)}, p {format_p(ps[0])}"
-        yield [arm.name, control.name, seeds, faster, text(speed, ps[1], "x"), text(last, ps[2])]
+        by_seed = f"{ratio(speed, 'x')}, p {format_p(ps[1])}"
+        at_end = f"{ratio(last)}, p {format_p(ps[2])}"
+        yield [arm.name, control.name, seeds, faster, by_seed, at_end]
 
 
 def fid_ratio(arm: Arm, control: Arm, step: float) -> str:
@@ -65,9 +68,7 @@ def fid_ratio(arm: Arm, control: Arm, step: float) -> str:
 
     logs = [(log_fid(a), log_fid(b)) for a, b in shared_seeds(arm, control)]
     test = paired(*zip(*logs, strict=True))
-    if test is None:
-        return f"{math.exp(fmean(a - b for a, b in logs)):.2f}"
-    return "{:.2f} [{:.2f}, {:.2f}]".format(*map(math.exp, (test.difference, test.low, test.high)))
+    return ratio(test) if test else f"{math.exp(fmean(a - b for a, b in logs)):.2f}"
 
 
 if __name__ == "__main__":

@@ -57,10 +57,6 @@ def closeness(images: Tensor, train: Tensor) -> tuple[float, float]:
     return (r < 0.5).double().mean().item(), (r < 1).double().mean().item()
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(values), "sd": statistics.stdev(values)}
-
-
 def measure(checkpoint: Path) -> dict[str, object]:
     train, held_out = (Digits().dataset(split) for split in ("train", "val"))
     judge = digit_judge()

@@ -170,14 +170,9 @@ def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
     models = dict.fromkeys(
         tuple(model.split("/")) for models in groups(data).values() for model in models
     )
+    runs = [(kind, int(seed)) for kind, seed in models if not only or kind in only]
     with ThreadPoolExecutor(jobs) as pool:
-        ended = [
-            pool.submit(train, out, data, kind, int(seed), options[kind])
-            for kind, seed in models
-            if not only or kind in only
-        ]
-    for each in ended:
-        each.result()
+        list(pool.map(lambda run: train(out, data, *run, options[run[0]]), runs))
 
 
 def looks(out: Path, data: str) -> dict[str, list[str]]:
@@ -213,21 +208,19 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
 def look(out: Path, data: str, jobs: int, only: list[str]) -> None:
     """Lines, planes and spectra of the models that are there."""
 
-    def analyze(log: Path, name: str, words: list[str]) -> None:
-        if lit_diffusion(log, "analyze", *words, "--out", str(log.parent / name)):
+    commands = looks(out, data)
+
+    def analyze(name: str) -> None:
+        log = out / "looks" / f"{name}.log"
+        if log.is_file() and log.read_text().endswith("done\n"):
+            return
+        if lit_diffusion(log, "analyze", *commands[name], "--out", str(log.parent / name)):
             with log.open("a") as file:
                 file.write("done\n")
             print(f"looked: {name}", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        ended = []
-        for name, words in looks(out, data).items():
-            log = out / "looks" / f"{name}.log"
-            is_done = log.is_file() and log.read_text().endswith("done\n")
-            if not is_done and (not only or name in only):
-                ended.append(pool.submit(analyze, log, name, words))
-    for each in ended:
-        each.result()
+        list(pool.map(analyze, [name for name in commands if not only or name in only]))
 
 
 def analyse(out: Path, data: str, only: list[str]) -> None:

@@ -192,16 +192,13 @@ def measured(folder: Path) -> Row:
 
 def early(out: Path, jobs: int) -> None:
     arms = {arm.name: arm for arm in read_arms([str(ROOT / "docs/results/recipes.csv")])}
+    names = ("baseline", *ARMS)
+    steps = {name: int(max(arms[name].curves[0].steps)) for name in names}
     with ThreadPoolExecutor(jobs) as pool:
-        ended = [
-            pool.submit(train, out, arm, seed, int(max(arms[arm].curves[0].steps)))
-            for seed in SEEDS
-            for arm in ("baseline", *ARMS)
-        ]
-    for each in ended:
-        each.result()
+        runs = [(name, seed) for seed in SEEDS for name in names]
+        list(pool.map(lambda run: train(out, *run, steps[run[0]]), runs))
     rows: list[Row] = []
-    for arm in ("baseline", *ARMS):
+    for arm in names:
         folders = {seed: out / "early" / arm / str(seed) for seed in SEEDS}
         rows += [{"arm": arm, "seed": i, **measured(each)} for i, each in folders.items()]
         print(f"measured {arm}", flush=True)

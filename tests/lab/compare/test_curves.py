@@ -115,14 +115,6 @@ def test_late_spreads_need_three_finite_evaluations():
     assert late_spreads(Curve("0", (3, 4, 5, 6), (9.0, 3.0, 3.0, 3.0))) == (0, 0)
 
 
-def test_an_even_descent_oscillates_but_not_about_its_line():
-    steps = tuple(range(150, 1501, 150))
-    even = Curve("0", steps, tuple(falling_fid(step) for step in steps))
-    oscillation, about_line = late_spreads(even)
-    assert oscillation > 0.1
-    assert about_line == pytest.approx(0, abs=1e-9)
-
-
 def test_the_second_spread_is_about_the_line_of_least_squares():
     steps, noise = (6.0, 7.0, 8.0, 9.0), (0.3, -0.1, 0.2, -0.2)
     fids = (math.exp(2 - s / 3 + e) for s, e in zip(steps, noise, strict=True))
@@ -188,9 +180,9 @@ def test_an_arm_has_each_seed_once():
 # Training losses
 
 
-def falling_loss(n, seed=0):
+def falling_loss(n):
     """A loss that falls from 1 to 0.1, with the scatter of single batches."""
-    noise = random.Random(seed)
+    noise = random.Random(0)
     return [(0.1 + 0.9 * math.exp(-k / 100)) * math.exp(noise.gauss(0, 0.15)) for k in range(n)]
 
 
@@ -204,7 +196,6 @@ def with_jumps(losses, *spans):
     ("losses", "spikes", "diverged"),
     [
         (falling_loss(1500), 0, False),
-        (falling_loss(1500, 1), 0, False),
         # A jump counts once, however long it lasts.
         (with_jumps(falling_loss(600), (3, 12), (200, 1), (300, 15), (400, 40)), 4, False),
         (falling_loss(300) + [1.0] * 50, 1, True),
@@ -269,19 +260,13 @@ def test_what_spreadsheets_and_people_write_is_read(table):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            "arm,step,fid\n\u00e4,1,2\n".encode("latin-1"),
-            r"old\.csv is damaged or no CSV file in UTF-8 \('utf-8'",
-        ),
-        (
-            b"arm,step,fid\n" + b"x" * 200_000 + b",1,2\n",
-            r"old\.csv is damaged or no CSV file .*field larger",
-        ),
+        ("arm,step,fid\n\u00e4,1,2\n".encode("latin-1"), "'utf-8'"),
+        (b"arm,step,fid\n" + b"x" * 200_000 + b",1,2\n", "field larger"),
     ],
 )
 def test_a_file_in_another_encoding_or_format_is_refused(tmp_path, content, message):
     (tmp_path / "old.csv").write_bytes(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"old\.csv is damaged or no CSV file .*{message}"):
         read_arms([str(tmp_path / "old.csv")])
 
 
@@ -306,9 +291,7 @@ def test_images_count_where_all_rows_of_a_run_have_them(table):
         ("arm,step,fid\na,1,5\na,2\n", "line 3: fid must be a number"),
         ("arm,step,fid\na,1,5\na,1,4\n", "arm a, seed 0: steps must increase, got 1 after 1"),
         ("arm,step,fid\na,1,5\n,2,4\n", "line 3: the arm has no name"),
-        ("arm,step,fid\na,1,5\na,inf,4\n", "arm a, seed 0: steps must be finite"),
         ("arm,step,fid,repeat\na,1,5,1\n", "arm a, seed 0: a curve needs as many FIDs as steps"),
-        ("arm,step,fid\na,1,-5\n", "arm a, seed 0: FIDs must be > 0, got -5"),
     ],
 )
 def test_mistakes_are_refused_with_their_place(table, text, message):

@@ -121,9 +121,8 @@ def test_a_signal_stops_the_processes_and_starts_no_other(number, passed_on):
         f"{TOUCH.format('there')}time.sleep(60)"
     )
     interrupt(number, "there")
-    ends = []
+    ends, work = [], [job(code, "a"), job(TOUCH.format("other"), "b")]
     with pytest.raises(KeyboardInterrupt) as raised:
-        work = [job(code, "a"), job(TOUCH.format("other"), "b")]
         run_jobs(work, 1, lambda job, code, _: ends.append((job.name, code)))
     assert ends == [("a", passed_on)]
     assert not Path("other").exists()

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from support.experiments import STEPS, arm, fids, write_run
 
-from lit_diffusion.lab.compare.comparison import by_other_metrics, compare
+from lit_diffusion.lab.compare.comparison import compare
 from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
 from lit_diffusion.lab.compare.plots import SamplePicture
 from lit_diffusion.lab.compare.report import Report, build_report, html, markdown, write_report
@@ -39,9 +39,8 @@ def report():
 # The result in one sentence
 
 
-def result_of(*arms, **options):
-    comparison = compare([arm("baseline", 1.0), *arms], "baseline", **options)
-    return Report(comparison, others=by_other_metrics(comparison)).result
+def result_of(*arms):
+    return Report(compare([arm("baseline", 1.0), *arms], "baseline")).result
 
 
 def test_the_result_names_the_winner_with_its_interval_p_and_seeds():
@@ -74,18 +73,9 @@ def test_an_arm_that_is_fast_without_a_finite_end_does_not_win():
 
 
 def test_a_winner_by_fid_alone_is_named_with_the_metrics_by_which_it_does_not_lead():
-    def with_pixels(base_arm, speed):
-        curves = []
-        for curve, other in zip(base_arm.curves, arm("pixels", speed).curves, strict=True):
-            fids = zip(other.fids, curve.fids, strict=True)
-            metrics = tuple({"pixels": fid, "held-out": held_out} for fid, held_out in fids)
-            curves.append(replace(curve, other_metrics=metrics))
-        return Arm(base_arm.name, tuple(curves))
-
-    base = with_pixels(arm("baseline", 1.0), 1.0)
     for speed, expected in ((2.0, False), (1.0, True)):
-        comparison = compare([base, with_pixels(arm("fast", 2.0), speed)], "baseline")
-        result = Report(comparison, others=by_other_metrics(comparison)).result
+        other = compare([arm("baseline", 1.0), arm("fast", speed)], "baseline")
+        result = Report(COMPARISON, others={"pixels": other}).result
         assert result.startswith("fast wins: ")
         assert ("does not lead by pixels." in result) is expected
 

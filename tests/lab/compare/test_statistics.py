@@ -42,8 +42,8 @@ def interval(difference, error, degrees):
 # t tests
 
 
-@pytest.mark.parametrize("counts", [(5, 5), (2, 2), (3, 9), (50, 2)])
-@pytest.mark.parametrize("spreads", [(1.0, 1.0), (0.01, 3.0), (0.0, 1.0)])
+@pytest.mark.parametrize("counts", [(2, 2), (3, 9)])
+@pytest.mark.parametrize("spreads", [(0.01, 3.0), (0.0, 1.0)])
 def test_welch_is_the_formula(counts, spreads):
     first, second = drawn(1, counts, spreads, shift=0.7)
     v1, v2 = variance(first) / counts[0], variance(second) / counts[1]
@@ -155,16 +155,6 @@ def test_holm_multiplies_the_smallest_by_the_number_of_tests_and_the_next_by_one
     assert holm([0.03, 0.01, None, 0.5]) == pytest.approx([0.09, 0.04, None, 1.0])
     assert holm([None, None, 0.03]) == pytest.approx([None, None, 0.09])
     assert holm([]) == []
-
-
-def test_holm_lies_between_no_correction_and_bonferronis_and_keeps_the_order():
-    rng = np.random.default_rng(0)
-    for count in (1, 2, 7, 30):
-        ps = rng.uniform(size=count).tolist()
-        adjusted = holm(ps)
-        assert all(p <= a <= min(count * p, 1) for p, a in zip(ps, adjusted, strict=True))
-        order = sorted(range(count), key=lambda k: ps[k])
-        assert [adjusted[k] for k in order] == sorted(adjusted)
 
 
 # Seed by seed
