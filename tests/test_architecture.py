@@ -88,7 +88,13 @@ KNOWN_PRIVATE = {
     "_get_sequence_number_for_group",  # torch says it nowhere else; rank_watch.py
     "_negative_number_matcher",  # of argparse, which has no other way; cli/options.py
 }
-PRIVATE_ALLOWED = {TRAINER, "cli.exact_resume", "cli.fit", "config.class_change", "config.trust"}
+PRIVATE_ALLOWED = {
+    TRAINER,
+    "cli.exact_resume",
+    "cli.fitting",
+    "config.class_change",
+    "config.trust",
+}
 """Files that may use private names of Lightning and jsonargparse; a test names each."""
 
 

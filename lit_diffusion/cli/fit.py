@@ -1,71 +1,46 @@
-"""`lit-diffusion fit | validate | test | predict`: LightningCLI with a run folder.
+"""`lit-diffusion fit | validate | test | predict`: help, and what can be judged at once.
 
-The command line overrides configs, and configs override the checkpoint.
+torch and Lightning are imported after that, with `cli.fitting`, as they take seconds.
 """
 
-import logging
+import ast
+import os
 import re
-import signal
-import sys
-import time
-import traceback
-import warnings
-from argparse import ArgumentError, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
-import yaml
-from jsonargparse import DefaultHelpFormatter
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lit_diffusion.cli.run_folder import Request, read_command_line, read_config, refuse_mixing
+from lit_diffusion.config.messages import explain_parse_error
+from lit_diffusion.files import check_regular
 
-from lit_diffusion.callbacks.rank_watch import RankWatch
-from lit_diffusion.callbacks.slurm import job_id
-from lit_diffusion.checkpoints.averages import average_names
-from lit_diffusion.checkpoints.loading import list_mismatches, model_spec, refuse_other_dtypes
-from lit_diffusion.checkpoints.reading import check_resumable, limit_parameters, read_checkpoint
-from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
-from lit_diffusion.cli import changed_settings
-from lit_diffusion.cli.changed_settings import ApplyChangedHyperparameters, differences
-from lit_diffusion.cli.exact_resume import ExactResume, completed_epochs
-from lit_diffusion.cli.init_weights import start_from
-from lit_diffusion.cli.loggers import AppendingCSVLogger, read_evaluations, read_rows
-from lit_diffusion.cli.run_callbacks import (
-    apply_callback_options,
-    contains,
-    split_callback_options,
-    with_defaults,
-    with_last_checkpoint,
+OPTIONS = (
+    *("help", "config", "print_config", "seed_everything", "tuned_on", "init_weights", "ckpt_path"),
+    *("model", "data", "trainer", "verbose", "return_predictions", "weights_only", "trust"),
 )
-from lit_diffusion.cli.run_folder import (
-    Request,
-    latest_config,
-    occupied,
-    read_command_line,
-    read_config,
-    refuse_mixing,
-)
-from lit_diffusion.cli.run_outputs import RunConfig, requeue_line, resume_line, summary
-from lit_diffusion.config.messages import explain_parse_error, is_user_error
-from lit_diffusion.config.trust import allow_class_paths, is_within
-from lit_diffusion.protocols import WeightsProvider
-from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, print_error, redeliver_signal
+"""Names of the options, without what follows a dot."""
 
-_OF_CHECKPOINT = """
+_COMMON = """options:
+  --config FILE             YAML; repeat it to add others, as `callbacks+:` adds callbacks
+  --model.NAME=VALUE        argument of the model; of a part: --model.network.NAME=VALUE
+  --data.NAME=VALUE         argument of the data
+  --trainer.NAME=VALUE      argument of Lightning's Trainer"""
 
-The config is that of the checkpoint's run folder, unless --config gives another."""
+_LAST = """
+  --trust PACKAGE           let class paths import this package; may be repeated
+  --print_config            print the resulting config, run nothing
+  --model.help=CLASS        arguments of a class; so --data.help, --trainer.callbacks.help=EMA
+  --help all                every option, with its type and default
+  --debug                   report a mistake with its traceback"""
 
-DESCRIPTIONS = {
-    "fit": """Train a model, or resume a run.
+_OF_CHECKPOINT = f"""
+The config is that of the checkpoint's run folder, unless --config gives another.
+
+{_COMMON}
+  --ckpt_path FILE          the checkpoint{_LAST}"""
+
+HELP = {
+    "fit": f"""Train a model, or resume a run.
 
     lit-diffusion fit --config configs/digits.yaml
     lit-diffusion fit --config configs/digits.yaml --config configs/arms/NAME.yaml
@@ -73,417 +48,115 @@ DESCRIPTIONS = {
 
 A config names the model, data, trainer and callbacks; later configs and options win over earlier
 ones, and all of them over a checkpoint. Everything goes to runs/<name of the first config>, or to
---trainer.default_root_dir. --print_config shows the result without running it; --trust PACKAGE lets
-class paths name another package.""",
+--trainer.default_root_dir.
+
+{_COMMON}
+      max_steps=N           optimizer steps; max_epochs=N, max_time=00:08:00:00 also end a run
+      default_root_dir=DIR  the run folder
+      devices=N             GPUs; num_nodes=N, strategy=ddp for several machines
+      precision=bf16-mixed  16-mixed, bf16-mixed, 32-true, ...
+      fast_dev_run=true     one batch of each kind, nothing written
+  --trainer.callbacks.EMA.decays=[0.999]
+                            argument of a callback of the config; ....EMA=null leaves it out
+  --trainer.callbacks+=EMA  add a callback
+  --ckpt_path PATH          resume from a checkpoint; last: that of the run folder;
+                            last-or-none: start if there is none
+  --init_weights PATH       start a new run from the weights of another: CKPT, CKPT:raw, CKPT:ema
+  --seed_everything N       seed (default 0){_LAST}""",
     "validate": f"""Loss and callbacks' metrics of a checkpoint on the validation split.
 
-    lit-diffusion validate --ckpt_path runs/digits/checkpoints/last.ckpt{_OF_CHECKPOINT}""",
+    lit-diffusion validate --ckpt_path runs/digits/checkpoints/last.ckpt
+{_OF_CHECKPOINT}""",
     "test": f"""Loss and callbacks' metrics of a checkpoint on the test split, if the data have one.
 
-    lit-diffusion test --ckpt_path runs/digits/checkpoints/last.ckpt{_OF_CHECKPOINT}""",
-    "predict": """Run a checkpoint on the prediction split of its data.
+    lit-diffusion test --ckpt_path runs/digits/checkpoints/last.ckpt
+{_OF_CHECKPOINT}""",
+    "predict": f"""Run a checkpoint on the prediction split of its data.
 
     lit-diffusion predict --ckpt_path runs/digits/checkpoints/last.ckpt \\
         --trainer.callbacks+=PACKAGE.A_BASE_PREDICTION_WRITER --trust PACKAGE
 
-To write images, use `lit-diffusion sample`.""",
+To write images, use `lit-diffusion sample`.
+{_OF_CHECKPOINT}""",
 }
+"""One screen for each command: what people set."""
 
 
 def run(argv: Sequence[str]) -> None:
     """Run a command line whose first word is fit, validate, test or predict.
 
     Raises:
-        ValueError: for a wrong config, a run folder that contains another run, or a checkpoint
-            that does not fit.
+        ValueError: for a wrong option or config, a run folder that contains another run, or a
+            checkpoint that does not fit.
     """
-    request = read_command_line(argv)
-    if request.requeued:
-        rank_zero_only(print)(requeue_line(request), file=sys.stderr)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-        lambda record: "Tip: For seamless" not in record.getMessage()
-    )
-    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    with allow_class_paths(request.trust, rank_zero_info), ExitStack() as stack:
-        RunCLI(request, stack)
-
-
-class RunCLI(LightningCLI):
-    """LightningCLI whose runs have a run folder.
-
-    Args:
-        request: the command line.
-        stack: contexts to leave at the end of the run; the lock of the run folder is added.
-    """
-
-    def __init__(self, request: Request, stack: ExitStack) -> None:
-        self.request = request
-        self.is_fit = request.command == "fit"
-        self.changed: dict[str, tuple[Any, Any]] = {}  # settings: (in the checkpoint, used)
-        self._stack = stack
-        self._start = time.monotonic()
-        file = request.checkpoint
-        checkpoint = {} if file is None else read_checkpoint(file, mmap=True)
-        if file is not None and self.is_fit:
-            check_resumable(checkpoint, file)
-        self._saved_model = model_spec(checkpoint)
-        self._saved_data = model_spec(checkpoint, "datamodule_hyper_parameters")
-        self._has_averages = bool(average_names(checkpoint, file or ""))
-        self._weights = checkpoint.get("state_dict", {})
-        self._saved_step = checkpoint.get("global_step")
-        self._saved_epochs = completed_epochs(checkpoint)
-        # Raise errors and refuse abbreviated options, as in `run_folder`.
-        strict = {"exit_on_error": False, "allow_abbrev": False}
-        command_kwargs = {
-            "description": DESCRIPTIONS[request.command],
-            "usage": f"lit-diffusion {request.command} --config FILE [options]",
-            **strict,
-        }
-        of_all = {"prog": "lit-diffusion", "formatter_class": _HelpFormatter, **strict}
-        super().__init__(
-            save_config_callback=RunConfig,
-            seed_everything_default=0,
-            auto_configure_optimizers=False,
-            parser_kwargs={**of_all, request.command: command_kwargs},
-            args=self._arguments(),
-        )
-
-    # Parsing
-
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the requested command: building the parsers of all of them is slow."""
-        return {self.request.command: LightningCLI.subcommands()[self.request.command]}
-
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add options besides those of the model, the data and the Trainer."""
-        text = "in words, what the numbers of this config were tuned on; `compare` shows it"
-        parser.add_argument("--tuned_on", type=str | None, help=text)
-        text = "start a new run from what fits of another: CKPT, CKPT:raw, CKPT:ema, or an export"
-        parser.add_argument("--init_weights", type=str | None, help=text)
-
-    def _arguments(self) -> list[str]:
-        """The command line, preceded by the checkpoint's model and the run's config."""
-        request, configs = self.request, []
-        if self._saved_model is not None:
-            configs.append(yaml.safe_dump({"model": self._saved_model}))  # JSON has no inf
-        config = latest_config(request.root) if request.holds_checkpoint else None
-        if config and not request.configs:
-            configs.append(yaml.safe_dump(read_config(config)))
-        arguments = [request.command, *(x for text in configs for x in ("--config", text))]
-        arguments += request.options
-        # Options such as --model.help=CLASS must be the last ones.
-        class_help = r"--(model|data|trainer\.\w+)\.help(=|$)"
-        if not any(re.match(class_help, option) for option in request.options):
-            arguments += ["--trainer.default_root_dir", str(request.root)]
-            if request.checkpoint is not None:
-                arguments += ["--ckpt_path", str(request.checkpoint)]
-        return arguments
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the arguments; raise a ValueError with a short message for a mistake."""
-        assert isinstance(args, list)
-        command = self.request.command
-        args, by_name = split_callback_options(map(_rewrite_nested_null, args))
-        try:
-            if by_name:
-                config = parser.parse_args([a for a in args if "--print_config" not in a])
-                dumped = yaml.safe_load(parser.dump(config, skip_unset=False, skip_validation=True))
-                callbacks = dumped[command]["trainer"]["callbacks"] or []
-                callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-                changed = yaml.safe_dump(apply_callback_options(callbacks, by_name))
-                args = [*args, f"--trainer.callbacks={changed}"]
-            self.config = parser.parse_args(args)
-        except ArgumentError as error:
-            options = [action.dest for action in self._subcommand_parsers[command]._actions]
-            message = explain_parse_error(error, options)
-            if message.startswith(f"{command}.model must"):
-                configs = ", ".join(self.request.configs)
-                message = "needs --config FILE, such as --config configs/digits.yaml."
-                message = f"{configs} names no model." if configs else message
-            raise ValueError(message) from error
-
-    def _parse_ckpt_path(self) -> None:
-        """Log the settings that differ from the checkpoint's.
-
-        Replaces Lightning's method, which would parse the model of the checkpoint after the config.
-        """
-        _inherit_num_classes(self.config[self.request.command]["model"])
-        # The parser has validated the config, which takes most of the time of Lightning's own dump.
-        text = self.parser.dump(self.config, skip_unset=False, skip_validation=True)
-        self.config_dump = yaml.safe_load(text)[self.request.command]
-        if self._saved_model is None:
+    command, *options = argv
+    if {"-h", "--help", "--help=all"} & set(options):
+        if options[-1] not in ("all", "--help=all"):
+            print(f"usage: lit-diffusion {command} --config FILE [options]\n\n{HELP[command]}")
             return
-        self.changed = differences(self._saved_model, self.config_dump["model"])
-        all_changed = self.changed
-        if self._saved_data is not None and self.is_fit:
-            all_changed = all_changed | differences(
-                self._saved_data, self.config_dump["data"], "data"
-            )
-        for name, (old, new) in all_changed.items():
-            rank_zero_info(f"The checkpoint had {name} {old}, using {new}.")
+        options = ["--help"]
+    _refuse_wrong_options(options)
+    request = read_command_line([command, *options])
+    if not any(re.match(r"--(print_config|help$|\S+\.help)", option) for option in options):
+        _refuse_incomplete(request)
+    from lit_diffusion.cli.fitting import run_request
 
-    # Checks before the classes are instantiated
-
-    @property
-    def writes(self) -> bool:
-        """Whether this is a fit without `fast_dev_run`, which writes into the run folder."""
-        return self.is_fit and not self.config_dump["trainer"]["fast_dev_run"]
-
-    def before_instantiate_classes(self) -> None:
-        """Refuse wrong settings, and a fit that would overwrite or repeat another run."""
-        trainer = self.config_dump["trainer"]
-        if trainer["max_steps"] is None:
-            raise ValueError("trainer.max_steps must be a number, -1 for no end, got null.")
-        for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval"):
-            if isinstance(value := trainer[name], int) and value < 1:
-                raise ValueError(f"trainer.{name} must be at least 1, got {value}.")
-        if self.writes:
-            rank_zero_only(refuse_mixing)(self.request)
-            self._refuse_finished(trainer["max_steps"], trainer["max_epochs"])
-
-    def _refuse_finished(self, max_steps: int, max_epochs: int | None) -> None:
-        """Raise ValueError for a finished run, or SystemExit(0) if its command is repeated."""
-        for unit, done, limit in (
-            ("steps", self._saved_step, max_steps),
-            ("epochs", self._saved_epochs, max_epochs),
-        ):
-            if done and limit is not None and 0 <= limit <= done:
-                setting = f"trainer.max_{unit}"
-                text = f"{self.request.checkpoint} has {done} {unit}, and {setting} is {limit}"
-                if self.request.requeued or self.request.repeated:
-                    print_error(f"{text}: the run is finished.")
-                    raise SystemExit(0)
-                raise ValueError(f"{text}; raise that to train on.")
-
-    # Building
-
-    def instantiate_classes(self) -> None:
-        """Build model, data and Trainer; store class paths and arguments as hyperparameters."""
-        try:
-            with limit_parameters(self._weights) if self._weights else nullcontext():
-                super().instantiate_classes()
-        except ValueError as error:  # jsonargparse wraps the errors of constructors
-            raise ValueError(_failed_init(error) + explain_parse_error(error)) from error
-        refuse_other_dtypes(self.model, self._weights, self.request.checkpoint)
-        self._weights = {}  # releases the file
-        if self.trainer.precision == "64-true":
-            self.model.double()  # Lightning converts after restoring, which rounds to float32
-        source = self.config_init[self.request.command]["init_weights"]
-        if source is not None and self.is_fit and not self.request.checkpoint:
-            settings = self.config_dump["model"].get("init_args", {})
-            rank_zero_info(start_from(self.model, source, settings))
-        for key, built in (("model", self.model), ("data", self.datamodule)):
-            if built is not None:
-                spec = self.config_dump[key]
-                built.hparams.clear()
-                built.hparams.update(
-                    _class_path=spec["class_path"],
-                    # for Lightning's own `load_from_checkpoint`
-                    _instantiator="lightning.pytorch.cli.instantiate_module",
-                )
-                built.hparams.update(spec.get("init_args", {}) | spec.get("dict_kwargs", {}))
-
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the Trainer, adding the default plugins, loggers and callbacks of a run."""
-        config = self.trainer_settings
-        plugins = _with_safe_reading(config.plugins, self.request.trust)
-        kwargs |= {"logger": self._loggers(config.logger), "callbacks": self._callbacks(config)}
-        try:
-            trainer = super().instantiate_trainer(plugins=plugins, **kwargs)
-            trainer.run_folder = trainer.default_root_dir  # type: ignore[attr-defined]
-        except MisconfigurationException as error:
-            if "No supported gpu backend" not in str(error):
-                raise
-            text = "trainer.accelerator=gpu: there is none here; auto takes what is."
-            raise ValueError(text) from None
-        environment = trainer._accelerator_connector.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment not in plugins:
-            # Lightning would save and requeue inside a signal handler, whatever the command.
-            environment.auto_requeue = False
-        return trainer
-
-    @property
-    def trainer_settings(self) -> Any:
-        """Arguments of the Trainer, instantiated from the config."""
-        return self.config_init[self.request.command]["trainer"]
-
-    def _loggers(self, loggers: Any) -> Any:
-        """Loggers of the config (default TensorBoard) and metrics.csv, for a fit.
-
-        For other commands, only those of the config. They come first, as a module's `self.logger`
-        is the first logger.
-        """
-        root = self.request.root
-        if loggers is None or loggers is True:
-            loggers = self.is_fit and TensorBoardLogger(
-                root, name="", version="", sub_dir="tensorboard", default_hp_metric=False
-            )
-        as_list = loggers if isinstance(loggers, list) else [loggers]
-        if not self.is_fit or not loggers or contains(as_list, AppendingCSVLogger):
-            return loggers
-        return [*as_list, AppendingCSVLogger(root)]
-
-    def _callbacks(self, config: Any) -> list[Callback]:
-        """The callbacks of the run; ValueError if the command could not give useful results."""
-        shows_progress = config.enable_progress_bar is not False
-        callbacks = with_defaults(config.callbacks, fits=self.is_fit, shows_progress=shows_progress)
-        # Metrics of raw weights must not be mistaken for those of the averages in the file.
-        if not self.is_fit and self._has_averages and not contains(callbacks, WeightsProvider):
-            raise ValueError(
-                f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
-                "configured to use them: pass the run's config, or add EMA to trainer.callbacks."
-            )
-        if self.request.command == "predict" and not contains(callbacks, BasePredictionWriter):
-            raise ValueError(
-                "predict would keep nothing: write images with `lit-diffusion sample`, or add a "
-                "lightning.pytorch.callbacks.BasePredictionWriter to trainer.callbacks."
-            )
-        if self.writes:
-            callbacks += [ApplyChangedHyperparameters(self.changed), ExactResume()]
-            if config.enable_checkpointing is not False:
-                return with_last_checkpoint(callbacks, self.request.root / "checkpoints")
-        redeliver_signal()
-        return callbacks
-
-    # Running
-
-    @rank_zero_only
-    def before_fit(self) -> None:
-        """Lock the run folder, and check that a resume can append to its files."""
-        root = self.request.root
-        if self.writes:
-            self._stack.enter_context(occupied(root))
-            read_rows(root / "metrics.csv")
-            read_evaluations(root / "evaluations.jsonl")
-
-    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Arguments of the Trainer's method; no config can disable `weights_only`."""
-        return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        self.run_trainer(partial(super()._run_subcommand, subcommand))
-
-    def run_trainer(self, run: Callable[[], None]) -> None:
-        """Call `run`, which calls the Trainer, and explain the error that ended it."""
-        try:
-            run()
-        except (SystemExit, Exception) as error:
-            if number := self._signal_that_ended(error):
-                saved, step = isinstance(error, SavedOnSignal), self.trainer.global_step
-                requeued = saved and number not in TERMINAL_SIGNALS and job_id()
-                if self.writes and not requeued and self.trainer.is_global_zero:
-                    print_error(resume_line(self.request, step, number, saved))
-                code = error.code if isinstance(error, SavedOnSignal) else 128 + number
-                raise SystemExit(code) from error
-            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, RankWatch) and callback.verdict:
-                    raise RuntimeError(callback.verdict) from error
-            untrained = self.trainer.global_step == self._saved_step
-            if (explanation := explain(error, self.request, untrained)) is not None:
-                raise explanation from error
-            raise
-
-    def _signal_that_ended(self, error: BaseException) -> signal.Signals | None:
-        """The signal that ended the Trainer, or None; Lightning's own exit codes do not show it."""
-        if isinstance(error, SavedOnSignal):
-            return error.signal
-        if isinstance(error.__context__, KeyboardInterrupt):
-            return signal.SIGINT
-        terminated = self.trainer.received_sigterm
-        # Batch systems signal the workers too, so the Trainer may notice their death first.
-        worker = terminated and str(error).startswith("DataLoader worker")
-        return signal.SIGTERM if worker or isinstance(error, SIGTERMException) else None
-
-    def after_fit(self) -> None:
-        """Print the summary of the run."""
-        if self.trainer.is_global_zero and self.writes:
-            seconds = time.monotonic() - self._start
-            print(summary(self.request, self.trainer, seconds), file=sys.stderr)
+    run_request(request)
 
 
-class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Help formatter of jsonargparse that preserves the lines of the description."""
+def _refuse_wrong_options(options: Sequence[str]) -> None:
+    """Raise ValueError for an option that does not exist, or a word that belongs to no option."""
+    takes_value = False
+    for option in options:
+        is_name = option.startswith("--") or option in ("-c", "-h")
+        if not is_name and not takes_value:
+            fix = f"; write --config {option}" if option.endswith((".yaml", ".yml")) else ""
+            raise ValueError(f"{option} belongs to no option{fix}.")
+        takes_value = is_name and "=" not in option
+        first, *rest = option.split("=")[0].rstrip("+").lstrip("-").split(".")
+        if not option.startswith("--") or (first in OPTIONS and not (first == "trainer" and rest)):
+            continue
+        name = ".".join([first, *rest[:1]])
+        names = [*OPTIONS, *(f"trainer.{name}" for name in trainer_arguments())]
+        if name not in names:
+            error = ValueError(f"unrecognized arguments: --{name}")
+            raise ValueError(explain_parse_error(error, names))
 
 
-def _rewrite_nested_null(option: str) -> str:
-    """Rewrite --model.network.a=null, whose value jsonargparse would read as the text "None"."""
-    match = re.fullmatch(r"(--(?:model|data)\.[\w.]+)\.(\w+)=(?:null|~)", option)
-    parent = match[1].replace(".init_args", "") if match else ""
-    return f'{parent}={{"{match[2]}": null}}' if match and "." in parent else option
+def trainer_arguments() -> list[str]:
+    """Names of the arguments of Lightning's Trainer, from its source, as its import is slow."""
+    package = find_spec("lightning")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    source = Path(package.submodule_search_locations[0], "pytorch", "trainer", "trainer.py")
+    nodes = ast.walk(ast.parse(check_regular(source).read_text()))
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
+    arguments = next(each.args for each in functions if each.name == "__init__")
+    return [each.arg for each in (*arguments.args[1:], *arguments.kwonlyargs)]
 
 
-def _inherit_num_classes(model: Any) -> None:
-    """Set a network's `num_classes` to that of its module, if it is None."""
-    arguments = getattr(model, "init_args", None) or {}
-    network = getattr(arguments.get("network"), "init_args", None) or {}
-    if "num_classes" in network and network["num_classes"] is None and not network.get("condition"):
-        network["num_classes"] = arguments.get("num_classes")
-
-
-def _with_safe_reading(plugins: Any, trust: Sequence[str]) -> list[Any]:
-    """The plugins, with one that reads checkpoints without executing code from them."""
-    plugins = list(plugins) if isinstance(plugins, list) else [plugins] * (plugins is not None)
-    readers = [type(plugin) for plugin in plugins if isinstance(plugin, CheckpointIO)]
-    for reader in readers:
-        path = f"{reader.__module__}.{reader.__qualname__}"
-        if not (issubclass(reader, AtomicCheckpointIO) or is_within(path, trust)):
-            raise ValueError(
-                f"trainer.plugins: {path} may run code that a checkpoint holds; leave it out, or "
-                f"add --trust {reader.__module__}."
-            )
-    return plugins if readers else [*plugins, AtomicCheckpointIO()]
-
-
-# Error messages that name the file or setting at fault
-
-
-def _failed_init(error: BaseException) -> str:
-    """The prefix "UNet cannot be built: " if a constructor of this library failed, else "".
-
-    The message of a check needs no prefix.
-    """
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if is_user_error(error):
-        return ""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        kind = type(frame.f_locals.get("self"))
-        is_ours = is_within(kind.__module__, ["lit_diffusion"])
-        in_constructor = frame.f_code.co_name == "__init__" and not issubclass(kind, LightningCLI)
-        if is_ours and in_constructor:
-            return f"{kind.__name__} cannot be built: "
-    return ""
-
-
-def explain(error: BaseException, request: Request, untrained: bool) -> ValueError | None:
-    """A readable error for a checkpoint or setting that torch or Lightning could not use, or None.
-
-    Args:
-        error: error that ended a run.
-        request: the command line.
-        untrained: whether no step was made since the checkpoint. If so, an error of an optimizer is
-            attributed to its restored state.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
-    message = str(error).split("\n")[0]
-    if isinstance(error, RuntimeError) and message.startswith("Error(s) in loading state_dict"):
-        details = list_mismatches(error)
-        return ValueError(
-            f"{request.checkpoint} is of another architecture than the config: {details}"
+def _refuse_incomplete(request: Request) -> None:
+    """Raise an error for a missing config, model or checkpoint, or the folder of another run."""
+    for config in request.configs:
+        if not os.path.exists(config):
+            if ":" in config:  # YAML instead of a file, for jsonargparse to read
+                return
+            raise FileNotFoundError(f"--config: there is no file {config}.")
+    settings = [read_config(config) for config in request.configs]
+    names = {name for each in settings for name, value in each.items() if value is not None}
+    names |= {re.split(r"[.=]", option)[0].lstrip("-") for option in request.options}
+    if request.command != "fit" and "ckpt_path" not in names:
+        raise ValueError(
+            "needs --ckpt_path FILE, such as --ckpt_path runs/digits/checkpoints/last.ckpt; "
+            "--ckpt_path=null is the untrained model of --config."
         )
-    # These modules only restore checkpoints.
-    restoring = ["lightning.pytorch.trainer.connectors.checkpoint_connector"]
-    restoring += [changed_settings.__name__, *(["torch.optim"] if untrained else [])]
-    if request.checkpoint is not None and any(is_within(name, restoring) for name in modules):
-        if not is_user_error(error):
-            message = (
-                "it is damaged, or was saved with other callbacks, optimizers or versions "
-                f"({type(error).__name__} in {frames[-1].f_code.co_qualname}: {message})."
-            )
-        elif changed_settings.__name__ in modules:
-            return None
-        return ValueError(f"{request.checkpoint} cannot be restored: {message}")
-    if is_within(modules[-1], ["torch.optim"]) and is_user_error(error, ("torch",)):
-        return ValueError(f"model.optimizer or model.lr_scheduler: {message}")
-    return None
+    if request.checkpoint is None and "model" not in names:
+        if not request.configs:
+            raise ValueError("needs --config FILE, such as --config configs/digits.yaml.")
+        raise ValueError(f"{', '.join(request.configs)} names no model.")
+    # `fitting` does this again with the whole config. Other processes of a run may start late.
+    ranks = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
+    is_alone = not any(rank in os.environ for rank in ranks)
+    may_be_dry = "fast_dev_run" in str((request.options, settings))
+    if request.command == "fit" and is_alone and not (may_be_dry or request.repeated):
+        refuse_mixing(request)

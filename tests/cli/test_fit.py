@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from support.small_digits import small_digits
 from support.tiny_run import HERE, TinyModule, TinyNet, tiny_config, write_config
 
 from lit_diffusion.checkpoints.saving import write_checkpoint
-from lit_diffusion.cli.fit import _failed_init, _inherit_num_classes, explain
+from lit_diffusion.cli.fit import OPTIONS, trainer_arguments
+from lit_diffusion.cli.fitting import _failed_init, _inherit_num_classes, explain
 from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.cli.run_folder import Request, occupied
 from lit_diffusion.networks.unet import UNet
@@ -356,7 +358,6 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(change, message, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("", "needs --config FILE"),
         (
             f"--config tiny.yaml {TRUST} --trainer.callbacks+=EarlyStopping "
             "--trainer.callbacks.monitor=val/los",
@@ -451,12 +452,15 @@ def test_help_of_a_class_names_its_arguments(option, argument, capsys):
     assert not Path("runs").exists()
 
 
-def test_help_of_fit_begins_with_what_to_type(capsys):
-    assert call("fit --help") == 0
-    out = capsys.readouterr().out
-    lines = out[:1500].splitlines()
-    expected = "    lit-diffusion fit --config configs/digits.yaml --config configs/arms/NAME.yaml"
-    assert expected in lines
+def test_all_options_can_be_listed_and_those_of_the_trainer_are_read_from_its_source(capsys):
+    listed = set()
+    for command in ("fit", "validate", "predict"):
+        assert call(f"{command} --help all") == 0
+        out = capsys.readouterr().out
+        assert f"    lit-diffusion {command} --c" in out[:500]
+        listed |= set(re.findall(r"^ +(?:-\w[^-]*)?--(\w+)", out, re.MULTILINE))
+    assert {*OPTIONS} == listed | {"trust"}
+    assert trainer_arguments() == list(inspect.signature(Trainer.__init__).parameters)[1:]
 
 
 # Errors as they come out of Lightning and torch

@@ -11,6 +11,19 @@ from lit_diffusion import __version__
 from lit_diffusion.cli import main as cli
 from lit_diffusion.signals import InterruptedBySignal
 
+LIGHT_MISTAKES = {
+    "fit": "needs --config FILE",
+    "fit whole.yaml": "--config whole.yaml",
+    "fit --config nowhere.yaml": "no file nowhere.yaml",
+    "fit --config part.yaml": "part.yaml names no model",
+    "fit --config whole.yaml": "runs/whole already holds a run",
+    "fit --config whole.yaml --ckpt_path=last": "no file runs/whole/checkpoints/last.ckpt",
+    "fit --config whole.yaml --max_steps=1": "Did you mean 'trainer.max_steps'",
+    "fit --config whole.yaml --trainer.max_stpes 1": "Did you mean 'trainer.max_steps'",
+    "test --config whole.yaml": "needs --ckpt_path FILE",
+}
+"""Command lines that are judged at once -> part of the message."""
+
 
 @pytest.fixture
 def stub(monkeypatch):
@@ -43,27 +56,33 @@ def test_no_command_or_an_unknown_one_is_a_mistake_that_names_them(capsys):
 
 
 def test_help_and_version(capsys):
-    for name in ("fit", "validate", "test", "predict"):
-        assert call(f"{name} --help") == 0
-        assert f"lit-diffusion {name}" in capsys.readouterr().out
     assert call("-h") == call("--help") == 0
     assert "  fit " in capsys.readouterr().out
     assert call("--version") == 0
     assert __version__ in capsys.readouterr().out
 
 
-def test_help_of_all_other_commands_imports_neither_torch_nor_lightning():
-    script = """if True:
+def test_help_and_mistakes_of_the_command_line_import_neither_torch_nor_lightning(tmp_path):
+    (tmp_path / "whole.yaml").write_text("model: Nothing")
+    (tmp_path / "part.yaml").write_text("data: Digits")
+    (tmp_path / "runs/whole").mkdir(parents=True)
+    (tmp_path / "runs/whole/metrics.csv").write_text("step\n0\n")
+    script = f"""if True:
         import sys
         from lit_diffusion.cli.main import COMMANDS, main
-        for name in COMMANDS.keys() - {"fit", "validate", "test", "predict"}:
-            assert main([name, "--help"]) == 0
-            heavy = {"torch", "lightning", "numpy"} & set(sys.modules)
-            assert not heavy, (name, heavy)
+        mistakes = {[command.split() for command in LIGHT_MISTAKES]}
+        for code, command in [*((0, [n, "--help"]) for n in COMMANDS), *((2, m) for m in mistakes)]:
+            assert main(command) == code, command
+            heavy = {{"torch", "lightning", "numpy"}} & set(sys.modules)
+            assert not heavy, (command, heavy)
         """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert all(f"lit-diffusion {name}" in done.stdout for name in ("evaluate", "sweep", "doctor"))
+    assert all(f"lit-diffusion {name}" in done.stdout for name in cli.COMMANDS)
+    for line, message in zip(done.stderr.splitlines(), LIGHT_MISTAKES.values(), strict=True):
+        assert message in line
 
 
 @pytest.mark.parametrize(

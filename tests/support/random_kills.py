@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_diffusion.cli import fit  # noqa: F401  imported before the forks
+from lit_diffusion.cli import fitting  # noqa: F401  imported before the forks
 from lit_diffusion.cli.main import main as command_line
 from support.deaths import Places
 from support.random_fits import random_config

@@ -21,7 +21,7 @@ from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.sample_grid import SampleGrid
 from lit_diffusion.callbacks.trainer_state import limited_batches
 from lit_diffusion.checkpoints.reading import read_checkpoint
-from lit_diffusion.cli.fit import RunCLI, explain
+from lit_diffusion.cli.fitting import RunCLI, explain
 from lit_diffusion.cli.run_folder import Request
 from lit_diffusion.config.messages import describe_error, explain_parse_error, is_user_error
 from lit_diffusion.data.base import ImageDataModule
