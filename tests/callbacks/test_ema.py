@@ -42,24 +42,16 @@ def test_the_average_of_a_constant_is_exactly_the_constant():
     assert all(torch.equal(s, c) for s, c in zip(shadow, constant, strict=True))
 
 
-@pytest.mark.parametrize("decay", [0.99, 0.999])
-def test_the_average_of_bfloat16_weights_follows_a_float64_reference(decay):
-    generator = torch.Generator().manual_seed(0)
+def test_the_average_of_bfloat16_weights_follows_a_float64_reference():
+    decay, generator = 0.999, torch.Generator().manual_seed(0)
     shadow = [torch.ones(64)]
     reference = torch.ones(64, dtype=torch.float64)
-    for n in range(2000):
+    for n in range(1000):
         param = (1 + 0.1 * torch.randn(64, generator=generator)).bfloat16()
         d = warmup_decay(decay, n)
         ema_update_(shadow, [param], d)
         reference = d * reference + (1 - d) * param.double()
     torch.testing.assert_close(shadow[0].double(), reference, rtol=1e-5, atol=0)
-
-
-def test_warmup_decay_rises_to_the_decay_and_stays():
-    values = [warmup_decay(0.99, n) for n in range(2000)]
-    assert values[0] == 0.1
-    assert values == sorted(values)
-    assert values[-1] == max(values) == 0.99
 
 
 @pytest.mark.parametrize("warmup", [True, False])
@@ -83,7 +75,6 @@ SOUND = {
 EDITS = {
     "decays must be": [
         lambda s: s.update(decays=[float("nan"), 0.5]),
-        lambda s: s.update(decays=["a", 0.5]),
         lambda s: s.update(decays=[]),
     ],
     "steps must be": [
@@ -93,12 +84,10 @@ EDITS = {
     "average of each parameter": [
         lambda s: s["steps"].update(c=3),
         lambda s: s["shadows"][1].pop("a"),
-        lambda s: s["shadows"].__setitem__(1, None),
     ],
     "differ in shape": [lambda s: s["shadows"][1].update(a=torch.zeros(3))],
     "of real numbers": [
         lambda s: s["shadows"][1].update(a=torch.zeros(2, dtype=torch.int64)),
-        lambda s: s["shadows"][0].update(a="text"),
         lambda s: s["shadows"][0].update(a=torch.zeros(2).to_sparse()),
     ],
     "for each decay": [lambda s: s["shadows"].pop(), lambda s: s.update(shadows=None)],
@@ -114,16 +103,12 @@ EDITS = {
 def test_a_state_that_no_ema_saves_is_refused(reason, edit):
     state = copy.deepcopy(SOUND)
     check_averages(state)
+    check_averages({})
     edit(state)
     with pytest.raises(ValueError, match=reason):
         check_averages(state)
-
-
-def test_what_is_no_dict_is_refused():
-    check_averages({})
-    for state in (None, [], "text"):
-        with pytest.raises(ValueError, match="must hold decays"):
-            check_averages(state)
+    with pytest.raises(ValueError, match="must hold decays"):
+        check_averages([state])
 
 
 # The callback
@@ -296,7 +281,7 @@ def test_buffers_are_averaged_from_when_a_parameter_is_trained(tmp_path):
     module, ema = Waits(), EMA((DECAY,), prefix="inner", buffers=True)
     module.extra = nn.Parameter(torch.zeros(1))
     module.inner.requires_grad_(False)
-    with pytest.warns(UserWarning, match="nothing to average until one does"):
+    with pytest.warns(UserWarning, match="No optimizer holds .*prefix='inner'.* until one does"):
         fit(tmp_path, module, ema, Unfreezes())
     assert shadows(ema).keys() > RUNNING
 
@@ -403,11 +388,16 @@ def test_with_two_optimizers_each_network_is_averaged_when_its_own_optimizer_ste
         assert_close(mine, {k: v for k, v in watch.average(DECAY).items() if k in mine})
 
 
-def test_a_prefix_of_which_nothing_is_trained_is_said_at_the_start(tmp_path):
-    ema, module = EMA(prefix="frozen"), PlainModule()
-    with pytest.warns(UserWarning, match=r"No optimizer holds .*prefix='frozen'"):
-        fit(tmp_path, module, ema)
-    assert ema.state_dict()["steps"] == {}
+class SecondEpoch(Watch):
+    """Of the second epoch alone."""
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.current_epoch == 1:
+            super().on_train_batch_start(trainer, *args)
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.current_epoch == 1:
+            super().on_train_batch_end(trainer, *args)
 
 
 def test_parameters_unfrozen_or_added_later_are_averaged_from_then_on(tmp_path):
@@ -423,16 +413,7 @@ def test_parameters_unfrozen_or_added_later_are_averaged_from_then_on(tmp_path):
         def loss(self, batch):
             return super().loss(batch) + getattr(self, "extra", torch.zeros(1)).pow(2).sum()
 
-    class Record(Watch):
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if trainer.current_epoch == 1:
-                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            if trainer.current_epoch == 1:
-                super().on_train_batch_end(trainer, pl_module, *args)
-
-    ema, watch = EMA((DECAY,), warmup=False), Record()
+    ema, watch = EMA((DECAY,), warmup=False), SecondEpoch()
     fit(tmp_path, Grows(), ema, watch, max_epochs=2)
     late = {
         k: v for k, v in watch.average(DECAY, warmup=False).items() if k[:5] in ("froze", "extra")
@@ -447,15 +428,6 @@ def test_a_parameter_that_takes_the_place_of_another_is_averaged_anew(tmp_path):
             if self.current_epoch == 1:
                 self.inner[3] = self.shared = nn.Linear(8, 4, bias=False)
                 self.optimizers().add_param_group({"params": self.inner[3].parameters()})
-
-    class SecondEpoch(Watch):
-        def on_train_batch_start(self, trainer, *args):
-            if trainer.current_epoch == 1:
-                super().on_train_batch_start(trainer, *args)
-
-        def on_train_batch_end(self, trainer, *args):
-            if trainer.current_epoch == 1:
-                super().on_train_batch_end(trainer, *args)
 
     ema, watch, module = EMA((DECAY,), warmup=False), SecondEpoch(), NewHead()
     fit(tmp_path, module, ema, watch, max_epochs=2)
@@ -800,36 +772,18 @@ def test_a_second_fit_of_the_same_module_goes_on_and_another_module_starts_anew(
     assert_close(shadows(ema), third.average(DECAY))
 
 
-def test_a_search_before_training_leaves_no_trace_in_the_average(tmp_path):
-    class Tuned(PlainModule):
-        def train_dataloader(self):
-            return loader()
-
-    class AfterSearch(Watch):
-        def on_train_start(self, trainer, pl_module):
-            self.history = []
-
-    ema, watch = EMA((DECAY,)), AfterSearch()
-    make_trainer(tmp_path, ema, LearningRateFinder(num_training_steps=3), watch).fit(Tuned())
-    assert set(ema.state_dict()["steps"].values()) == {len(watch.history) - 1}
-    assert_close(shadows(ema), watch.average(DECAY))
-
-
-class SearchesInMidFit(LearningRateFinder):
-    """As Lightning's documentation does it to find another lr at later epochs."""
-
-    def on_fit_start(self, *args):
-        pass
+class Searches(LearningRateFinder):
+    """Before training and, as Lightning's documentation does it, again at later epochs."""
 
     def on_train_epoch_start(self, trainer, pl_module):
         if trainer.current_epoch in (1, 2):
             self.lr_find(trainer, pl_module)
 
 
-def test_a_search_in_mid_fit_leaves_no_trace_in_the_average(tmp_path):
-    """It restores a checkpoint in the end, averages included."""
+def test_searches_for_the_lr_leave_no_trace_in_the_average(tmp_path):
+    """Each restores a checkpoint in the end, averages included."""
     ema, watch = EMA((DECAY,)), Watch()
-    search = SearchesInMidFit(num_training_steps=3)
+    search = Searches(num_training_steps=3)
     trainer = fit(tmp_path, PlainModule(), search, ema, MomentumDecay(), watch, max_epochs=3)
     assert set(ema.state_dict()["steps"].values()) == {trainer.global_step} == {12}
     assert_close(shadows(ema), watch.average(DECAY))
@@ -994,17 +948,8 @@ def test_the_decay_in_force_is_logged(tmp_path, start):
     assert logged == pytest.approx([min(0.5, n / (9 + n)) for n in steps])
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"decays": ()},
-        {"decays": (1.0,)},
-        {"decays": (-0.1,)},
-        {"decays": (0.9, 0.9)},
-        {"every_n_steps": 0},
-        {"start": -1},
-    ],
-)
-def test_bad_arguments_are_refused(arguments):
-    with pytest.raises(ValueError, match="got"):
-        EMA(**arguments)
+def test_bad_arguments_are_refused():
+    bad = [{"decays": decays} for decays in ((), (1.0,), (-0.1,), (0.9, 0.9))]
+    for arguments in (*bad, {"every_n_steps": 0}, {"start": -1}):
+        with pytest.raises(ValueError, match="got"):
+            EMA(**arguments)
