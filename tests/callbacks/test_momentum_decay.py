@@ -1,4 +1,3 @@
-import itertools
 import logging
 import math
 import random
@@ -32,7 +31,6 @@ from torch.utils.data import IterableDataset
 
 from lit_diffusion.callbacks import LRCompensation, MomentumDecay, StepSeed
 from lit_diffusion.callbacks.momentum_decay import momentum_decay
-from lit_diffusion.lr_schedules import WarmupCosine
 from lit_diffusion.seeding import seed_step
 
 STEPS = 8
@@ -97,38 +95,23 @@ def test_until_the_floor_the_lr_falls_linearly_by_beta0_and_the_momentum_as_demo
         assert lr_factor == linear or unclipped < floor
         # a new gradient enters the update with the same weight, also at the floor
         assert lr_factor * (1 - beta1) == pytest.approx(1 - beta0, rel=1e-14)
+        assert momentum_decay(0, total, beta0, floor) == (beta0, 1.0)
+        last = momentum_decay(total, total, beta0, floor)
+        assert momentum_decay(2 * total, total, beta0, floor) == last == (floor, last.lr_factor)
 
 
-@pytest.mark.parametrize("beta0", [0, 0.5, 0.99])
-def test_the_first_update_is_as_without_and_both_only_fall_and_then_rest(beta0):
-    floor = min(beta0, 0.4)
-    decays = [momentum_decay(step, 500, beta0, floor) for step in range(1000)]
-    assert decays[0] == (beta0, 1.0)
-    for before, after in itertools.pairwise(decays):
-        assert 0 < after.lr_factor <= before.lr_factor
-        assert floor <= after.beta1 <= before.beta1
-    assert decays[500:] == [decays[500]] * 500
-    assert decays[500].beta1 == floor
-    assert all(isinstance(number, float) for number in decays[-1])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"step": -1},
-        {"total_steps": 0},
-        {"total_steps": math.nan},
-        {"total_steps": math.inf},
-        {"min_beta1": 0.9},
-        {"min_beta1": -0.1},
-        {"beta0": 1.0},
-        {"beta0": math.nan},
-    ],
-)
-def test_what_the_formula_does_not_cover_is_refused(wrong):
-    arguments = {"step": 0, "total_steps": 10, "beta0": 0.8, "min_beta1": 0.4, **wrong}
-    with pytest.raises(ValueError, match=f"got .*{next(iter(wrong.values()))}"):
-        momentum_decay(**arguments)
+def test_what_the_formula_does_not_cover_is_refused():
+    lengths = [{"total_steps": number} for number in (0, math.nan, math.inf)]
+    for wrong in (*lengths, {"min_beta1": -0.1}, {"min_beta1": 1.0}):
+        with pytest.raises(ValueError, match=f"got {next(iter(wrong.values()))}"):
+            MomentumDecay(**wrong)
+    others = {"step": -1}, {"min_beta1": 0.9}, {"min_beta1": -0.1}, {"beta0": 1.0}
+    for wrong in (*lengths, *others, {"beta0": math.nan}):
+        arguments = {"step": 0, "total_steps": 10, "beta0": 0.8, "min_beta1": 0.4, **wrong}
+        with pytest.raises(ValueError, match=f"got .*{next(iter(wrong.values()))}"):
+            momentum_decay(**arguments)
+    with pytest.raises(ValueError, match="lower min_beta1"):
+        LRCompensation(beta0=0.3)
 
 
 # The callback: which options an update uses
@@ -166,17 +149,11 @@ def chained(optimizer):
     )
 
 
-SCHEDULES = {
-    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS + 1),
-    "one cycle": partial(
-        lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=STEPS + 1, cycle_momentum=False
-    ),
-    "chained": chained,
-    "warm-up, cosine": partial(WarmupCosine, warmup_steps=3, total_steps=STEPS + 1),
-}
+COSINE = partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS + 1)
+ONE_CYCLE = partial(lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=STEPS + 1)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("schedule", [chained, partial(ONE_CYCLE, cycle_momentum=False)])
 def test_with_any_schedule_lr_times_1_minus_beta1_is_as_without_also_after_a_resume(
     tmp_path, schedule
 ):
@@ -218,8 +195,8 @@ def test_several_groups_decay_from_their_own_beta1_and_lr(tmp_path, compensate_l
     }
 
 
-def muon(params, lr, momentum):
-    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr, momentum=momentum)
+def muon(params, lr):
+    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr, momentum=0.9)
 
 
 class Lion(torch.optim.Optimizer):
@@ -273,8 +250,7 @@ def test_an_lr_that_is_a_tensor_is_compensated_and_stays_the_schedulers(tmp_path
     def with_tensor(params, lr):
         return Adam(params, lr=torch.tensor(lr), betas=(0.8, 0.999), foreach=False)
 
-    schedule = partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS + 1)
-    module, reference = Recorded(with_tensor, schedule), Recorded(schedule=schedule)
+    module, reference = Recorded(with_tensor, COSINE), Recorded(schedule=COSINE)
     trainer = fit(tmp_path, module, MomentumDecay())
     fit(tmp_path, reference, MomentumDecay())
     assert lrs(module.used) == pytest.approx(lrs(reference.used), rel=1e-6)
@@ -317,7 +293,7 @@ def test_an_optimizer_that_reads_options_before_its_closure_uses_those_of_the_up
 
 
 def test_monitors_log_the_optimizers_own_lr_and_the_callback_what_updates_used(tmp_path):
-    module, logger = Recorded(schedule=SCHEDULES["cosine"]), MemoryLogger()
+    module, logger = Recorded(schedule=COSINE), MemoryLogger()
     fit(tmp_path, module, MomentumDecay(), LearningRateMonitor(log_momentum=True), logger=logger)
     visible = [options[0] for _, options in module.visible]
     for name, values in {
@@ -378,7 +354,7 @@ def test_after_an_exception_the_own_options_are_back_and_the_checkpoint_resumes_
 
 @pytest.mark.parametrize(
     ("beta0", "floor", "schedule"),
-    [(0.8, 0.4, None), (0.9, 0.0, SCHEDULES["warm-up, cosine"]), (0.99, 0.5, chained)],
+    [(0.8, 0.4, None), (0.9, 0.0, chained)],
 )
 def test_the_control_has_the_lr_of_every_update_and_constant_momentum(
     tmp_path, schedule, beta0, floor
@@ -403,11 +379,6 @@ def test_the_control_takes_optimizers_with_any_momentum_or_none(tmp_path, optimi
     assert logs_momentum == ("momentum" in trainer.optimizers[0].param_groups[0])
 
 
-def test_a_control_for_momentum_below_its_floor_is_refused():
-    with pytest.raises(ValueError, match="lower min_beta1"):
-        LRCompensation(beta0=0.3)
-
-
 # What is refused at fit start
 
 
@@ -417,7 +388,7 @@ def test_a_control_for_momentum_below_its_floor_is_refused():
         (partial(Adam, betas=(0.3, 0.9)), {}, "min_beta1=0.4 and beta0=0.3, .*lower min_beta1"),
         (SGD, {}, "momentum of SGD .* compensate_lr=False or use Adam"),
         (SGD, {"compensate_lr": False}, "min_beta1=0.4 and beta0=0"),
-        (partial(muon, momentum=0.9), {}, "momentum of Muon .* compensate_lr=False"),
+        (muon, {}, "momentum of Muon .* compensate_lr=False"),
         (Lion, {}, "momentum of Lion enters .* in another way: pass compensate_lr"),
         (type("AdamWScheduleFree", (Adam,), {}), {}, "AdamWScheduleFree has none"),
         (torch.optim.Adagrad, {}, "Adagrad has none; use Adam"),
@@ -446,14 +417,9 @@ def test_momentum_that_a_checkpoint_brings_is_refused_before_the_first_update(tm
 @pytest.mark.parametrize(
     "schedule",
     [
-        partial(lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=20),
+        ONE_CYCLE,
         lambda optimizer: lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                lr_scheduler.ConstantLR(optimizer, 0.1, 3),
-                lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20),
-            ],
-            milestones=[3],
+            optimizer, [lr_scheduler.ConstantLR(optimizer), ONE_CYCLE(optimizer)], milestones=[3]
         ),
     ],
     ids=["OneCycleLR", "in SequentialLR"],
@@ -516,21 +482,6 @@ def test_accumulation_that_changes_with_the_epochs_is_counted(tmp_path, scheduli
     trainer = fit(tmp_path, module, MomentumDecay(), uneven, batches=loader(40, 8), **options)
     assert trainer.global_step == total
     assert first_group(module) == expected(range(total), total)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"total_steps": 0},
-        {"total_steps": math.nan},
-        {"total_steps": math.inf},
-        {"min_beta1": -0.1},
-        {"min_beta1": 1.0},
-    ],
-)
-def test_a_length_or_a_floor_that_is_none_is_refused(wrong):
-    with pytest.raises(ValueError, match=f"got {next(iter(wrong.values()))}"):
-        MomentumDecay(**wrong)
 
 
 @pytest.fixture
@@ -665,7 +616,7 @@ def test_counts_of_two_optimizers_resume_exactly_after_any_batch(tmp_path):
     saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     whole = TwoRecorded()
     fit(tmp_path, whole, MomentumDecay(total_steps=8), saves, enable_checkpointing=True)
-    for epoch in (0, 3, STEPS - 2):
+    for epoch in (0, 3):
         module, saved = TwoRecorded(), tmp_path / f"epoch={epoch}.ckpt"
         fit(tmp_path, module, MomentumDecay(total_steps=8), ckpt_path=saved)
         assert module.used["often"] == whole.used["often"][epoch + 1 :]
@@ -761,16 +712,8 @@ def test_a_search_for_the_lr_is_not_disturbed_and_leaves_no_trace(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"total_steps": 0, "steps": [1]},
-        {"total_steps": "9", "steps": [1]},
-        {"total_steps": 9, "steps": [-1]},
-        {"total_steps": 9, "steps": 1},
-    ],
-)
-def test_a_state_that_was_not_saved_by_it_is_refused(state):
+def test_a_state_that_was_not_saved_by_it_is_refused():
     MomentumDecay().load_state_dict({"total_steps": 9, "steps": [1, 0]})
-    with pytest.raises(ValueError, match="state of MomentumDecay is damaged: total_steps must be"):
-        MomentumDecay().load_state_dict(state)
+    for total, steps in ((0, [1]), ("9", [1]), (9, [-1]), (9, 1)):
+        with pytest.raises(ValueError, match="is damaged: total_steps must be 1 or more"):
+            MomentumDecay().load_state_dict({"total_steps": total, "steps": steps})
