@@ -130,14 +130,14 @@ class MomentumDecay(pl.Callback):
         self.min_beta1 = min_beta1
         self.compensate_lr = compensate_lr
         self.optimizers = None if optimizers is None else list(optimizers)
-        self._trainer: pl.Trainer | None = None
+        self._loaded: dict[str, Any] = {}  # state of a checkpoint, until training starts
         self._total_steps: int | None = None  # the total_steps in effect
-        self._counts: list[int] = []  # steps completed by each optimizer; see `_completed_steps`
+        self._trainer: pl.Trainer | None = None
+        self._steps: list[int] = []  # steps completed by each optimizer; see `_completed_steps`
         self._next_index = 0  # index of the optimizer that steps next
         self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, its base options)
         self._last_updates: dict[int, tuple[int, list[ParamGroup]]] = {}  # index -> step, options
         self._hooks: list[RemovableHandle] = []
-        self._loaded: dict[str, Any] = {}  # state of a checkpoint, until training starts
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
         """Options of the update after `step` completed ones, which replace those of the group."""
@@ -175,33 +175,27 @@ class MomentumDecay(pl.Callback):
                 f"{type(optimizer).__name__} steps, and Lightning counts no step; step what "
                 "self.optimizers() returns, not the optimizer inside it."
             )
-        assert self._total_steps is not None
         for group in optimizer.param_groups:
-            options = self.update_options(step, self._total_steps, group)
+            options = self.update_options(step, self._total_steps or 1, group)
             self._base_options.append((group, {name: group[name] for name in options}))
             group.update(options)
 
-    def _restore(self) -> None:
-        for group, options in self._base_options:
-            group.update(options)
-        self._base_options = []
-
-    def _after_step(self, index: int, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
-        if not is_state_init_step(optimizer, kwargs):
+    def _after_step(self, index: int, optimizer: Optimizer, *_: Any) -> None:
+        if self._base_options:  # else a state init step, or one that contained this step
             groups = [dict(group) for group in optimizer.param_groups]
             self._last_updates[index] = self._completed_steps()[index], groups
             self._restore()
 
-    def _write_base_options(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        base = {id(group): options for group, options in self._base_options}
-        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-            packed.update(base.get(id(group), {}))
+    def _restore(self, *_: Any) -> None:
+        for group, options in self._base_options:
+            group.update(options)
+        self._base_options = []
 
     def _completed_steps(self) -> list[int]:
         """Steps completed by each optimizer; their sum is `global_step`."""
         assert self._trainer is not None
-        self._counts[self._next_index] += self._trainer.global_step - sum(self._counts)
-        return self._counts
+        self._steps[self._next_index] += self._trainer.global_step - sum(self._steps)
+        return self._steps
 
     # Lightning hooks
 
@@ -261,20 +255,18 @@ class MomentumDecay(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Determine total_steps and step counts, and hook the restored optimizers."""
         self._total_steps = self._resolve_total_steps(trainer)
-        self._counts = self._restore_counts(trainer)
+        self._steps = self._restore_steps(trainer)
         self._trainer, self._next_index, self._last_updates = trainer, 0, {}
-        self._unhook()
         for index in self._optimizer_indices(trainer):
             optimizer = trainer.optimizers[index]
             self._hooks += [
                 optimizer.register_step_pre_hook(partial(self._before_step, index)),
                 optimizer.register_step_post_hook(partial(self._after_step, index)),
-                optimizer.register_state_dict_post_hook(self._write_base_options),
+                optimizer.register_state_dict_pre_hook(self._restore),  # a step that failed
             ]
 
     def _resolve_total_steps(self, trainer: pl.Trainer) -> int:
-        name, stored = type(self).__name__, self._loaded.get("total_steps")
-        steps = self.total_steps
+        name, stored, steps = type(self).__name__, self._loaded.get("total_steps"), self.total_steps
         if steps is None and trainer.lightning_module.automatic_optimization:
             steps = total_steps(trainer)
         length = self.total_steps or stored or steps
@@ -284,27 +276,26 @@ class MomentumDecay(pl.Callback):
                 f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}) or under "
                 "manual optimization; pass total_steps=500000 or the like."
             )
-        if stored not in (None, steps):
-            text = f"{name} total_steps: the checkpoint has {stored}, this run "
-            text += f"{steps or 'no known number'}, using {length}."
-            if self.total_steps:
-                pl.utilities.rank_zero_info(text)
-            else:
-                pl.utilities.rank_zero_warn(f"{text} Pass total_steps to change the schedule.")
+        text = f"{name} total_steps: the checkpoint has {stored}, this run "
+        text += f"{steps or 'no known number'}, using {length}."
+        if stored not in (None, steps) and self.total_steps:
+            pl.utilities.rank_zero_info(text)
+        elif stored not in (None, steps):
+            pl.utilities.rank_zero_warn(f"{text} Pass total_steps to change the schedule.")
         return int(length)
 
-    def _restore_counts(self, trainer: pl.Trainer) -> list[int]:
+    def _restore_steps(self, trainer: pl.Trainer) -> list[int]:
         count, step = len(trainer.optimizers), trainer.global_step
         if count == 1 or step == 0:
             return [step] * count
-        counts = list(self._loaded.get("steps", self._counts))  # or the counts of an earlier fit
-        if len(counts) != count or sum(counts) != step:
+        steps = list(self._loaded.get("steps", self._steps))  # or those of an earlier fit
+        if len(steps) != count or sum(steps) != step:
             raise ValueError(
                 f"{type(self).__name__} needs the steps that each of {count} optimizers has "
-                f"completed, and the checkpoint has {counts or 'only their sum'} ({step}). Resume "
+                f"completed, and the checkpoint has {steps or 'only their sum'} ({step}). Resume "
                 f"one that was written with {type(self).__name__} and these optimizers."
             )
-        return counts
+        return steps
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -330,15 +321,12 @@ class MomentumDecay(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
         """Restore the optimizers and remove the hooks."""
-        self._unhook()
-
-    on_exception = teardown  # type: ignore[assignment]
-
-    def _unhook(self) -> None:
         self._restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    on_exception = teardown  # type: ignore[assignment]
 
     # State
 
@@ -364,7 +352,7 @@ class MomentumDecay(pl.Callback):
             )
         self._loaded = state_dict
         if self._hooks:  # restored during a fit, for example after the lr finder
-            self._counts, self._last_updates = list(steps), {}
+            self._steps, self._last_updates = list(steps), {}
 
 
 class LRCompensation(MomentumDecay):

@@ -277,6 +277,7 @@ def test_a_step_that_torch_takes_to_initialize_state_is_no_update(tmp_path):
 
 def test_an_optimizer_that_reads_options_before_its_closure_uses_those_of_the_update(tmp_path):
     lrs_read = []
+    SGD([torch.zeros(1)], lr=1.0)  # from the first one on, hooks run in its step too
 
     class ReadsFirst(SGD):
         def step(self, closure=None):
@@ -284,9 +285,10 @@ def test_an_optimizer_that_reads_options_before_its_closure_uses_those_of_the_up
             return super().step(closure)
 
     module = PlainModule(optimizer=ReadsFirst)
-    fit(tmp_path, module, LRCompensation())
+    trainer = fit(tmp_path, module, LRCompensation())
     factors = [momentum_decay(step, STEPS, 0.8).lr_factor for step in range(STEPS)]
     assert lrs_read == [1e-2 * factor for factor in factors]
+    assert trainer.callback_metrics["mdlrc/lr"].item() == pytest.approx(lrs_read[-1])
 
 
 # Who sees what between the updates
