@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import (
     WandbLogger,
 )
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
@@ -135,11 +136,12 @@ class SampleGrid(PeriodicEvaluation):
             except NonFiniteSamples as error:  # raised on every rank; training can continue
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return {}
-            if not self._has_read_images:
+        if not self._has_read_images:  # outside autocast, which data sets need not expect
+            with isolate_rng():
                 train, val = (split_images(trainer, n, self.images) for n in ("train", "val"))
                 if trainer.is_global_zero:
                     self._read_images(train, val, tuple(samples.shape[1:]))
-                self._has_read_images = True
+            self._has_read_images = True
         if not trainer.is_global_zero:
             return {}
         self._publish(trainer, "step", weights, image_grid(samples, captions))

@@ -30,7 +30,7 @@ OVERVIEWS = ("grid.png", "trajectory.png")
 
 
 def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> Tensor:
-    """Images of a batch, of any dtype. Channels-last images are permuted to channels first.
+    """Images of a batch, of any dtype and layout.
 
     Args:
         batch: batch of any loader.
@@ -50,15 +50,14 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
             f"images must be (N, C, H, W), got {_describe(images)} of a batch {_describe(batch)}; "
             'say where they are, as images=0, images="image" or images=lambda batch: ....'
         )
-    channels = (1, 3, 4)
-    is_last = images.ndim == 4 and images.shape[1] not in channels and images.shape[3] in channels
-    return images.permute(0, 3, 1, 2) if is_last else images
+    return images
 
 
 def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     """Images of a batch as uint8 (N, C, H, W).
 
-    Floats are accepted if they are 256 evenly spaced levels in [0, 1] or in [-1, 1].
+    Channels-last images are permuted. Floats are accepted if they are 256 evenly spaced levels in
+    [0, 1] or in [-1, 1].
 
     Args:
         batch: batch of any loader.
@@ -72,6 +71,9 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
         [0, 204, 255]
     """
     images = select_images(batch, key, ndim=4)
+    channels = (1, 3, 4)
+    if images.shape[1] not in channels and images.shape[3] in channels:
+        images = images.permute(0, 3, 1, 2)
     if images.dtype == torch.uint8:
         return images
     candidates = []

@@ -4,7 +4,7 @@ from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lit_diffusion.callbacks import EMA, NoiseLevelLoss
 from lit_diffusion.callbacks.evaluation import read_fixed_images
@@ -39,6 +39,11 @@ def test_each_value_is_the_mean_loss_of_its_level():
         times = torch.full((20,), t, dtype=torch.float64)
         expected = module.per_sample_loss(x0, labels, times, noise).double().mean()
         torch.testing.assert_close(value, expected)
+
+
+def test_latents_of_four_columns_are_not_taken_for_images_with_channels_last():
+    moments = torch.randn(5, 8, 4, 4)
+    assert torch.equal(read_fixed_images(DataLoader(TensorDataset(moments), 2), 5).images, moments)
 
 
 def test_training_steps_measure_training_images_with_averaged_weights(tmp_path):

@@ -125,6 +125,22 @@ def test_samples_are_compared_with_training_images_as_they_are(tmp_path):
     assert torch.equal(grid._training_images, torch.stack([x for x, _ in Stripes()]))
 
 
+def test_data_sets_are_read_outside_autocast(tmp_path):
+    class Careful(Stripes):
+        def __getitem__(self, index):
+            assert not torch.is_autocast_enabled("cpu")
+            return super().__getitem__(index)
+
+    fit(
+        tmp_path,
+        PicturesModule(),
+        SampleGrid(2),
+        train=DataLoader(Careful(), 5),
+        precision="bf16-mixed",
+    )
+    assert "nearest-00000004-raw.png" in files(tmp_path)
+
+
 @pytest.mark.parametrize("labels", [None, [2, -1]])
 def test_names_of_classes_stand_below_their_samples(tmp_path, labels):
     grid, module = SampleGrid(4, labels=labels), Labelled()

@@ -68,7 +68,7 @@ def test_other_floats_are_refused_with_what_to_write_and_it_works(images):
 
 @pytest.mark.parametrize(("shape", "expected"), [((2, 8, 8, 3), (2, 3, 8, 8)), ((2, 3, 8, 4),) * 2])
 def test_channels_that_are_last_are_put_first(shape, expected):
-    assert select_images({"image": torch.zeros(shape)}).shape == expected
+    assert to_uint8({"image": torch.zeros(shape)}).shape == expected
 
 
 @pytest.mark.parametrize(

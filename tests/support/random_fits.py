@@ -1,14 +1,23 @@
-"""Configs of fits drawn from a seed: precision, data, callbacks, intervals, schedule."""
+"""Configs of fits drawn from a seed: model, precision, data, callbacks, intervals, schedule."""
 
 from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.data.digits import Digits
+from lit_diffusion.data.latents import LatentIndex
 from support.small_digits import small_digits
 
 CALLBACKS = "lit_diffusion.callbacks"
 LIGHTNING = "lightning.pytorch.callbacks"
 SAMPLES = 12
+MODELS = ("DDPM", "flow", "EDM", "DiT", "latents", "GAN")
+LATENTS = Path("latents")
 
 
 class FewDigits(Digits):
@@ -18,6 +27,48 @@ class FewDigits(Digits):
         whole = super().load(split)
         num = 50 if split == "train" else SAMPLES
         return replace(whole, images=whole.images[:num], labels=whole.labels[:num])
+
+
+class FourPhases(PixelCodec):
+    """Stands for a VAE: (1, 8, 8) images as (4, 4, 4) latents, noisy in training."""
+
+    bounded, sha256 = False, "a" * 64
+
+    def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
+        return 4, image_shape[1] // 2, image_shape[2] // 2
+
+    def encode(self, images: Tensor, /) -> Tensor:
+        return images.float().chunk(2, dim=1)[0]
+
+    def encode_for_training(self, images: Tensor) -> Tensor:
+        mean, logvar = images.float().chunk(2, dim=1)
+        return mean + (0.5 * logvar).exp() * torch.randn_like(mean)
+
+    def decode(self, x0: Tensor, /) -> Tensor:
+        return super().decode(F.pixel_shuffle(x0, 2))
+
+
+def write_latents():
+    """Shards of the first digits in `LATENTS`, if they are not there."""
+    if LATENTS.exists():
+        return
+    LATENTS.mkdir()
+    images = FewDigits().load("train").images[:50]
+    means = F.pixel_unshuffle(PixelCodec().encode(torch.as_tensor(images)), 2)
+    moments = torch.cat([means, torch.full_like(means, -6.0)], dim=1)
+    index = LatentIndex(
+        num=50,
+        shard_size=20,
+        flips=False,
+        images="f" * 16,
+        image_shape=(1, 8, 8),
+        classes=tuple("0123456789"),
+        vae="four phases",
+        vae_sha256=FourPhases.sha256,
+    )
+    index.write(LATENTS)
+    for name, part, _ in index.shards():
+        index.write_shard(LATENTS / name, moments[list(part)], torch.tensor(part) % 10)
 
 
 class SavesEvery(LastCheckpoint):
@@ -34,18 +85,75 @@ class SavesEvery(LastCheckpoint):
 
 def random_config(rng, root):
     """A config; `rng` is a random.Random."""
+    kind = rng.choice(MODELS)
     config = small_digits(rng.randint(9, 20), **_trainer(rng), default_root_dir=root)
-    trainer, model = config["trainer"], config["model"]["init_args"]
+    trainer = config["trainer"]
     if rng.random() < 0.2:
         trainer |= {"max_steps": -1, "max_epochs": rng.randint(2, 3)}
-    model["network"]["init_args"] |= {"model_channels": 4, "norm_groups": 2, "dropout": 0.1}
-    model["network"]["init_args"] |= {"channel_mult": [1], "attention_downsample": []}
-    model["solver"]["init_args"]["steps"] = 2
-    model |= {"optimizer": _optimizer(rng), "lr_scheduler": _schedule(rng)}
-    trainer["callbacks"] = _callbacks(rng, trainer, model, root)
     data = {"batch_size": rng.choice([7, 10, 12]), "num_workers": rng.choice([0, 0, 0, 1, 2])}
     config["data"] = _spec("support.random_fits.FewDigits", **data)
+    if kind == "GAN":
+        config["model"] = _gan(rng)
+        trainer |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+        trainer["callbacks"] = _gan_callbacks(rng, root)
+        return config
+    model = config["model"]["init_args"]
+    model["network"]["init_args"] |= {"model_channels": 4, "norm_groups": 2, "dropout": 0.1}
+    model["network"]["init_args"] |= {"channel_mult": [1], "attention_downsample": []}
+    model |= _method(kind)
+    model["solver"]["init_args"]["steps"] = 2
+    model |= {"optimizer": _optimizer(rng), "lr_scheduler": _schedule(rng)}
+    if kind == "latents":
+        write_latents()
+        model |= {"codec": _spec("support.random_fits.FourPhases"), "image_shape": [4, 4, 4]}
+        data |= {"train": str(LATENTS), "val": SAMPLES}
+        model["solver"]["init_args"]["clip"] = False
+        config["data"] = _spec("lit_diffusion.data.latents.Latents", **data)
+    if kind in ("DiT", "latents"):
+        channels, size, _ = model["image_shape"]
+        sizes = {"image_size": size, "in_channels": channels, "out_channels": channels}
+        width = {"width": 8, "depth": 1, "num_heads": 2, "num_classes": 10}
+        model["network"] = _spec("lit_diffusion.networks.dit.DiT", **sizes, **width)
+    trainer["callbacks"] = _callbacks(rng, trainer, model, root, scores=kind != "latents")
     return config
+
+
+def _method(kind):
+    """Arguments of the module: process, parameterization, times and solver of a method."""
+    if kind == "flow":
+        return {
+            "process": _spec("lit_diffusion.processes.LinearFlow"),
+            "parameterization": _spec("lit_diffusion.parameterizations.FlowVelocity"),
+            "times": _spec("lit_diffusion.timesteps.LogitNormal", mean=0.0, std=1.0),
+            "solver": _spec("lit_diffusion.solvers.Euler"),
+        }
+    if kind == "EDM":
+        return {
+            "process": _spec("lit_diffusion.processes.EDMProcess"),
+            "parameterization": _spec(
+                "lit_diffusion.parameterizations.EDMPreconditioning", sigma_data=0.5
+            ),
+            "times": _spec("lit_diffusion.timesteps.LogNormal", mean=-1.2, std=1.2),
+            "solver": _spec("lit_diffusion.solvers.Heun"),
+        }
+    return {}
+
+
+def _gan(rng):
+    """A DCGAN of digits; its networks step at paces of 1 to 1, 2 to 1 or 3 to 1."""
+    adam = _spec("torch.optim.Adam", lr=0.001, betas=[0.5, 0.999])
+    dcgan = "lit_diffusion.lab.gan.dcgan.DCGAN"
+    return _spec(
+        "lit_diffusion.lab.gan.module.GANModule",
+        generator=_spec(f"{dcgan}Generator", image_size=8, out_channels=1, latent_dim=4, width=4),
+        discriminator=_spec(f"{dcgan}Discriminator", image_size=8, in_channels=1, width=4),
+        loss=_spec("lit_diffusion.lab.gan.module.NonSaturating"),
+        generator_optimizer=adam,
+        discriminator_optimizer=adam,
+        image_shape=[1, 8, 8],
+        discriminator_steps=rng.randint(1, 3),
+        r1=rng.choice([0.0, 0.1]),
+    )
 
 
 def _trainer(rng):
@@ -91,15 +199,21 @@ def _schedule(rng):
     )
 
 
-def _callbacks(rng, trainer, model, root):
-    """A random subset, in a random order."""
+def _often(rng):
+    return rng.choice([None, 2, 3, 5])
 
-    def often():
-        return rng.choice([None, 2, 3, 5])
 
-    steps, adam = often(), "Adam" in model["optimizer"]["class_path"]
+def _callbacks(rng, trainer, model, root, scores):
+    """A random subset, in a random order; FID among them if the data are images."""
+    steps, adam = _often(rng), "Adam" in model["optimizer"]["class_path"]
     ema = rng.random() < 0.7
-    decays = rng.choice([[0.9], [0.5, 0.99]])
+    average = rng.choice(
+        [
+            _spec(f"{CALLBACKS}.EMA", decays=[0.9], every_n_steps=rng.randint(1, 2)),
+            _spec(f"{CALLBACKS}.EMA", decays=[0.5, 0.99], on_cpu=True),
+            _spec(f"{CALLBACKS}.PowerEMA", snapshot_every_n_steps=rng.choice([None, 1, 3])),
+        ]
+    )
     fid = _spec(
         f"{CALLBACKS}.FIDEvaluation",
         num_samples=SAMPLES,
@@ -119,14 +233,16 @@ def _callbacks(rng, trainer, model, root):
         ]
     )
     candidates = [
-        (ema, _spec(f"{CALLBACKS}.EMA", decays=decays, every_n_steps=rng.randint(1, 2))),
-        (scores := rng.random() < 0.6, fid),
-        (rng.random() < 0.3, _spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=often())),
+        (ema, average),
+        (scores := scores and rng.random() < 0.6, fid),
+        (rng.random() < 0.3, _spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=_often(rng))),
         (adam and rng.random() < 0.5, _spec(f"{CALLBACKS}.MomentumDecay", min_beta1=0.4)),
         (rng.random() < 0.5, times),
         (
             rng.random() < 0.4,
-            _spec(f"{CALLBACKS}.NoiseLevelLoss", num_levels=2, num_images=9, every_n_steps=often()),
+            _spec(
+                f"{CALLBACKS}.NoiseLevelLoss", num_levels=2, num_images=9, every_n_steps=_often(rng)
+            ),
         ),
         (rng.random() < 0.2, _spec(f"{CALLBACKS}.StepSeed", seed=5)),
         (rng.random() < 0.2, _spec(f"{LIGHTNING}.LearningRateMonitor")),
@@ -139,19 +255,50 @@ def _callbacks(rng, trainer, model, root):
             _spec(f"{LIGHTNING}.GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
         ),
         (rng.random() < 0.5, _keeper(rng, name if scores and steps is None else "val/loss")),
-        (
-            rng.random() < 0.8,
-            _spec(
-                "support.random_fits.SavesEvery",
-                folder=f"{root}/checkpoints",
-                first=rng.randint(1, 4),
-                every_n_steps=rng.randint(1, 5),
-            ),
-        ),
+        (rng.random() < 0.8, _saves_every(rng, root)),
     ]
+    return _shuffled(rng, candidates)
+
+
+def _gan_callbacks(rng, root):
+    steps, ema, decay = _often(rng), rng.random() < 0.7, {"min_beta1": 0.2, "total_steps": 30}
+    average = rng.choice(
+        [
+            _spec(f"{CALLBACKS}.EMA", decays=[0.9], prefix="generator", buffers=True),
+            _spec(f"{CALLBACKS}.PowerEMA", prefix="generator", snapshot_every_n_steps=3),
+        ]
+    )
+    fid = _spec(
+        f"{CALLBACKS}.FIDEvaluation",
+        num_samples=SAMPLES,
+        extractor="digits-cnn",
+        batch_size=SAMPLES,
+        every_n_steps=steps,
+        weights="ema" if ema else "raw",
+    )
+    candidates = [
+        (ema, average),
+        (rng.random() < 0.6, fid),
+        (rng.random() < 0.4, _spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=_often(rng))),
+        (rng.random() < 0.4, _spec(f"{CALLBACKS}.MomentumDecay", **decay)),
+        (rng.random() < 0.8, _saves_every(rng, root)),
+    ]
+    return _shuffled(rng, candidates)
+
+
+def _shuffled(rng, candidates):
     callbacks = [callback for wanted, callback in candidates if wanted]
     rng.shuffle(callbacks)
     return callbacks
+
+
+def _saves_every(rng, root):
+    return _spec(
+        "support.random_fits.SavesEvery",
+        folder=f"{root}/checkpoints",
+        first=rng.randint(1, 4),
+        every_n_steps=rng.randint(1, 5),
+    )
 
 
 def _keeper(rng, metric):

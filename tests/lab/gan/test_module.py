@@ -100,6 +100,14 @@ def test_samples_are_a_function_of_their_seeds_and_labels(make):
             module.generate([3, 4], labels)
 
 
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
+def test_networks_of_any_dtype_are_trained_and_sampled(tmp_path, precision):
+    module = dcgan(r1=0.1)
+    trainer = make_trainer(tmp_path, max_steps=2, limit_val_batches=1, precision=precision)
+    trainer.fit(module, images(8, 8), images(8, 8))
+    assert module.generate([0]).dtype == torch.uint8
+
+
 def test_r1_is_half_the_squared_gradient_at_real_images():
     module = dcgan(r1=0.7).eval()
     x = torch.randn(3, 1, 8, 8)
