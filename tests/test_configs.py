@@ -21,6 +21,7 @@ from lit_diffusion.cli.main import main
 from lit_diffusion.config.trust import short_names
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.metrics.extractors import InceptionV3Compat
+from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.unet import UNet
@@ -110,6 +111,7 @@ def test_every_config_is_started_by_a_test():
         "digits-described",
         "patches",
         "folder",
+        "folder-small",
         "fast",
         "cifar10-uvit",
         *GANS,
@@ -166,6 +168,41 @@ def test_a_folder_of_pictures_starts(folder):
         save(folder / "pictures" / f"{i}.jpg", seed=i, size=(80, 70))
     options = [EMPTY, NARROW, "--data.init_args.train=pictures", "--data.init_args.val=3"]
     assert fit("folder.yaml", *options) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:4 images cannot fill a covariance")
+def test_a_small_folder_runs_as_its_comments_say(folder):
+    """The commands of its header; size and classes are those of the pictures, also on a resume."""
+    class_folders(folder / "pictures", "abc", each=30, size=(80, 70))
+    (folder / "configs").symlink_to(CONFIGS)
+    header = (CONFIGS / "folder-small.yaml").read_text().partition("\n# The first")[0]
+    lines = header.replace("\\\n#", "").replace("PICTURES", "pictures").splitlines()
+    train, fit, sample = (line[4:] for line in lines if line.startswith("#   lit-diffusion"))
+    size = "--data.init_args.image_size=32 --data.init_args.num_workers=0"
+    few = f"{size} --model.solver.steps=2 --trainer.val_check_interval=2"
+    for callback, option in (("FIDEvaluation", "num_samples"), ("SampleGrid", "num")):
+        few += f" --trainer.callbacks.{callback}.{option}=4"
+    assert call(f"{train.removeprefix('lit-diffusion ')} {size} --steps 2") == 0
+    fit = f"{fit.removeprefix('lit-diffusion ')} {few} --trainer.max_steps="
+    assert call(f"{fit}2") == 0
+    assert call(f"{fit}3 --ckpt_path=last") == 0
+    arguments = yaml.safe_load(Path("runs/folder-small/config.yaml").read_text())["model"][
+        "init_args"
+    ]
+    assert arguments["image_shape"] == [3, 32, 32]
+    assert arguments["num_classes"] == arguments["network"]["init_args"]["num_classes"] == 3
+    assert call(sample.removeprefix("lit-diffusion ").replace("64", "4")) == 0
+    assert len(list(Path("samples").glob("0*.png"))) == 4
+
+
+def test_shape_and_classes_of_the_data_need_data_and_a_command(folder, capsys):
+    stated = ["--model.init_args.image_shape=data", "--data=null"]
+    assert fit("digits.yaml", *stated) == 2
+    assert "image_shape" in capsys.readouterr().err
+    arguments = {"image_shape": "data", "num_classes": 2}
+    with pytest.raises(ValueError, match="'data'"):
+        DiffusionModule(*[None] * 7, **arguments)
 
 
 @pytest.mark.slow

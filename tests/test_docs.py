@@ -133,6 +133,7 @@ WANDB = find_spec("wandb") is not None
 ELSEWHERE = {
     "README.md-0": "fit is run again below, and CI runs the command itself",
     "README.md-1": "by CI",
+    "README.md-3": "by tests/test_configs.py, on a small folder",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
     "cluster.md-1": "likewise, on two nodes",
     "latents.md-0": "by tests/cli/test_encode.py and test_configs.py, with small VAEs",

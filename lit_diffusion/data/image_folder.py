@@ -129,11 +129,13 @@ def check_images(listing: Listing, requirements: Requirements, cache: Path, thre
     with ThreadPoolExecutor(threads) as pool:  # Pillow releases the GIL while decoding
         faults = list(chain(*pool.map(check_chunk, range(0, num, 256))))
     if faults:
-        remedy = ", or convert and enlarge them with strict=False" if requirements.strict else ""
+        remedies = ["remove or repair those that cannot be read"]
+        if requirements.strict and any("cannot be read" not in fault for fault in faults):
+            option = "--data.init_args.strict=false converts colours and enlarges small images"
+            remedies = [option, "or choose channels and image_size to fit them", *remedies]
         raise ValueError(
-            f"{len(faults)} of {num} files in {listing.root} cannot be used: {_join(faults)}. "
-            "Repair or remove unreadable files; choose channels and image_size to fit the others"
-            f"{remedy}."
+            f"{len(faults)} of {num} files in {listing.root} cannot be used: "
+            f"{'; '.join(remedies)}. These are: {_join(faults)}."
         )
     cache.mkdir(parents=True, exist_ok=True)
     marker.write_text(f"{listing.root}: {num} files, {requirements}\n")

@@ -134,8 +134,8 @@ class StreamedDataset(CroppedImages):
             raise OSError(f"{name} cannot be read ({error}).") from error
         if fault is not None:
             raise ValueError(
-                f"{name} {fault}: choose channels and image_size to fit, or convert and enlarge "
-                "such with strict=False."
+                f"{name} {fault}: --data.init_args.strict=false converts colours and enlarges "
+                "small images; or choose channels and image_size to fit them."
             )
         return converted
 

@@ -38,8 +38,8 @@ def check_conditioning(
     needs_dropout = isinstance(guidance, ClassifierFree)
     if conditioning is None and (label_dropout > 0 or needs_dropout):
         raise ValueError(
-            f"label_dropout={label_dropout} and guidance={guidance} need labels; pass num_classes, "
-            "or another conditioning."
+            f"label_dropout={label_dropout} and guidance={guidance} need labels; pass num_classes "
+            "or another conditioning, or label_dropout=0 for images without classes."
         )
     if needs_dropout and label_dropout == 0:
         warnings.warn(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import nan
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -71,7 +71,8 @@ class DiffusionModule(LightningModule):
         times: distribution of the training times.
         solver: sampler used by `generate`.
         optimizer: called with the parameters that require a gradient.
-        image_shape: (C, H, W) of x0.
+        image_shape: (C, H, W) of x0. In a config of `fit`, "data" stands for that of the data
+            module's images, and likewise for its number of classes below.
         num_classes: short for conditioning=ClassLabels(num_classes).
         label_dropout: fraction of training samples whose condition is dropped, for classifier-free
             guidance; 0.1 to 0.2 is usual.
@@ -107,8 +108,8 @@ class DiffusionModule(LightningModule):
         solver: Solver,
         optimizer: OptimizerCallable,
         *,
-        image_shape: tuple[int, int, int],
-        num_classes: int | None = None,
+        image_shape: tuple[int, int, int] | Literal["data"],
+        num_classes: int | Literal["data"] | None = None,
         label_dropout: float = 0.0,
         codec: Codec | None = None,
         guidance: Guidance | None = None,
@@ -122,6 +123,11 @@ class DiffusionModule(LightningModule):
             # From YAML, hyperparameters are builtins. Python objects would be pickled into the
             # checkpoint.
             self.save_hyperparameters(logger=False)
+        if isinstance(image_shape, str) or isinstance(num_classes, str):
+            raise ValueError(
+                "image_shape and num_classes may be 'data' in a config of `fit` only, got "
+                f"{image_shape!r} and {num_classes!r}; pass numbers."
+            )
         self.network = network
         self.process = process
         self.parameterization = parameterization
