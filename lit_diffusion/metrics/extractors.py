@@ -98,15 +98,8 @@ class InceptionV3Compat:
     def build(self) -> nn.Module:
         """A module that maps images uint8 (N, 3, H, W) to features (N, 2048)."""
         self.check()
-        # torch-fidelity loads its file with full pickle. So read the weights with the safe loader,
-        # and pass torch-fidelity an in-memory copy of them.
         state = torch.load(check_regular(self._path()), map_location="cpu", weights_only=True)
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        inception: nn.Module = _Inception(
-            self.name, ["2048"], feature_extractor_weights_path=file
-        ).eval()
+        inception: nn.Module = _Inception(state).eval()
         return inception
 
     def _path(self) -> Path:
@@ -115,6 +108,14 @@ class InceptionV3Compat:
 
 class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
     num_features = 2048
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        # torch-fidelity reads its file with full pickle, so it gets weights in memory. A path must
+        # be no argument, as a class path in a checkpoint may name this class.
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        super().__init__(InceptionV3Compat.name, ["2048"], feature_extractor_weights_path=file)
 
     def forward(self, images: Tensor) -> Tensor:
         features: Tensor = super().forward(images)[0]

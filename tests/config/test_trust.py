@@ -1,6 +1,7 @@
 import contextlib
 import inspect
 import json
+import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -14,8 +15,9 @@ from lightning.pytorch import Callback
 from support.commands import call
 from torch import nn
 
+import lit_diffusion
 from lit_diffusion.codecs import PixelCodec
-from lit_diffusion.config.trust import allow_class_paths, short_names
+from lit_diffusion.config.trust import TRUSTED, allow_class_paths, is_within, short_names
 from lit_diffusion.solvers import DDIM
 
 
@@ -117,6 +119,15 @@ def test_a_function_that_returns_the_wanted_type_runs_nothing(tmp_path, kind):
         assert isinstance(parse(kind, value), dict)  # text for Any, which builds nothing
         assert kind is Any
     assert not trace.exists()
+
+
+def test_no_network_of_ours_has_the_constructor_of_another_package():
+    """It may unpickle a file, or download one, that a checkpoint names as its argument."""
+    for module in pkgutil.walk_packages(lit_diffusion.__path__, "lit_diffusion."):
+        for name, network in vars(import_module(module.name)).items():
+            if isinstance(network, type) and issubclass(network, nn.Module):
+                is_ours = network.__module__.startswith("lit_diffusion.")
+                assert not is_ours or is_within(network.__init__.__module__, TRUSTED), name
 
 
 @pytest.mark.parametrize(
