@@ -3,7 +3,8 @@
 import json
 import re
 from argparse import ArgumentError
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from lit_diffusion.checkpoints.reading import (
 )
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.config.trust import allow_class_paths
+from lit_diffusion.config.yaml_file import read_yaml
 
 
 class LoadedModule(NamedTuple):
@@ -53,7 +55,8 @@ def load(
             from snapshots.
         module: module to load the weights into. None builds it from the class paths in the file,
             which modules built without YAML do not have.
-        trust: packages that those class paths may name, besides `config.trust.TRUSTED`.
+        trust: packages that those class paths may name, besides `config.trust.TRUSTED`; and
+            folders that its codec may read, if no config in its run folder names them.
 
     Returns:
         The module; a DiffusionModule is ready for `generate`.
@@ -127,7 +130,8 @@ def build_module(
             f"{path} does not say how its module was built, as it was made in Python; "
             "build it and call load(path, module=...)."
         )
-    module: LightningModule = instantiate(spec, LightningModule, trust, path)
+    check = partial(check_codec_folder, checkpoint=Path(path), trust=trust)
+    module: LightningModule = instantiate(spec, LightningModule, trust, path, check=check)
     return module
 
 
@@ -137,6 +141,7 @@ def instantiate(
     trust: Iterable[str],
     path: str | Path,
     options: Sequence[str] = (),
+    check: Callable[[Mapping[str, Any]], None] = lambda config: None,
 ) -> Any:
     """Build the object that a class path and arguments in a file describe.
 
@@ -146,9 +151,10 @@ def instantiate(
         trust: packages that class paths may name, besides `config.trust.TRUSTED`.
         path: path of the file, for error messages.
         options: overrides of the file, such as --data.init_args.NAME=VALUE.
+        check: called with the parsed spec before anything is built.
 
     Raises:
-        ValueError: if the spec is invalid, or the class raises an error.
+        ValueError: if the spec is invalid, or `check` or the class raises an error.
     """
     register_unresolvable_import_paths(torch)
     parser = ArgumentParser(exit_on_error=False)
@@ -160,12 +166,55 @@ def instantiate(
                 config = parser.parse_args([f"--{key}={json.dumps(spec)}", *options])
             else:
                 config = parser.parse_object({key: spec})
+            check(config[key].as_dict())
             return parser.instantiate(config)[key]
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {explain_parse_error(error)}") from error
         except Exception as error:  # a constructor may raise anything
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"{path}: {spec['class_path']} cannot be built: {cause}.") from error
+
+
+def check_codec_folder(
+    model: Mapping[str, Any],
+    checkpoint: Path,
+    trust: Iterable[str] = (),
+    configs: Iterable[str | Path] = (),
+    options: Iterable[str] = (),
+) -> None:
+    """Raise ValueError if a model's codec would read a folder that only its checkpoint names.
+
+    A folder in the checkpoint's run folder is allowed, and one that a config there names.
+
+    Args:
+        model: parsed class path and arguments.
+        checkpoint: path of the file.
+        trust: folders that may be read.
+        configs: further configs that may name the folder.
+        options: options of the command line that may name it.
+    """
+    codec = model.get("init_args", {}).get("codec") or {}
+    folder = codec.get("init_args", {}).get("folder")
+    named = {*trust, *(word for option in options for word in re.split(r"[\s=,:'\"{}]+", option))}
+    if folder is None or folder in named:
+        return
+    if checkpoint.parent.name == "checkpoints":
+        run = checkpoint.parent.parent
+        if Path(folder).resolve().is_relative_to(run.resolve()):
+            return
+        configs = [*configs, *run.glob("config*.yaml")]
+    if not any(folder in _texts(read_yaml(config)) for config in configs):
+        raise ValueError(
+            f"{checkpoint} names the folder {folder} of its codec, which no config of its run "
+            f"names; to read it nevertheless, add --trust {folder}."
+        )
+
+
+def _texts(value: Any) -> set[str]:
+    """All strings in nested dictionaries and lists, without keys."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    texts = {value} if isinstance(value, str) else set()
+    return texts.union(*map(_texts, parts))
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:

@@ -31,7 +31,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.slurm import job_id
 from lit_diffusion.checkpoints.averages import average_names
-from lit_diffusion.checkpoints.loading import list_mismatches, model_spec, refuse_other_dtypes
+from lit_diffusion.checkpoints.loading import (
+    check_codec_folder,
+    list_mismatches,
+    model_spec,
+    refuse_other_dtypes,
+)
 from lit_diffusion.checkpoints.reading import check_resumable, limit_parameters, read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.cli import changed_settings
@@ -196,6 +201,10 @@ class RunCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse wrong settings, and a fit that would overwrite or repeat another run."""
+        request = self.request
+        if self._saved_model is not None and request.checkpoint is not None:
+            names = request.trust, request.configs, request.options
+            check_codec_folder(self.config_dump["model"], request.checkpoint, *names)
         trainer = self.config_dump["trainer"]
         if trainer["max_steps"] is None:
             raise ValueError("trainer.max_steps must be a number, -1 for no end, got null.")

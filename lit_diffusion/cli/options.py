@@ -160,9 +160,10 @@ def add_checkpoint(parser: Parser, required: bool) -> None:
 
 
 def add_trust(parser: Parser, file: str) -> None:
-    """Add --trust, for class paths in `file`."""
-    text = f"package whose code class paths in {file} may import; may be repeated"
-    parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE", help=text)
+    """Add --trust, for what `file` names."""
+    text = f"""package whose code class paths in {file} may import, or folder that its codec may
+        read; may be repeated"""
+    parser.add_argument("--trust", action="append", default=[], metavar="NAME", help=text)
 
 
 def add_data(parser: Parser) -> None:

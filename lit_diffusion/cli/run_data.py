@@ -78,7 +78,7 @@ def real_images(
             "--reference DIR, a folder of real images."
         )
     if reference is None and hasattr(data, "vae_sha256"):
-        records = _evaluations_of_run(checkpoint)
+        records = [each for each in _evaluations_of_run(checkpoint) if "reference" in each]
         if not records:
             raise ValueError(
                 f"{checkpoint or 'the model'} was trained on latents; pass --reference DIR, a "
@@ -95,9 +95,10 @@ def protocol_of_run(checkpoint: str | None) -> str:
     protocols = [each["protocol"] for each in _evaluations_of_run(checkpoint) if "protocol" in each]
     if checkpoint is None or not protocols:
         return "inception-v3-compat"
+    name = Path(str(protocols[-1])).name.removesuffix(".safetensors")  # of no other folder
     root = run_folder_of(checkpoint)
-    file = root / f"{protocols[-1]}.safetensors" if root else None
-    return str(file) if file and file.is_file() else str(protocols[-1])
+    file = root / f"{name}.safetensors" if root else None
+    return str(file) if file and file.is_file() else name
 
 
 def run_folder_of(checkpoint: str | Path) -> Path | None:

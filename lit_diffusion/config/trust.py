@@ -55,10 +55,11 @@ def allow_class_paths(
     config or option changes a class, the arguments of the old class are dropped.
 
     Args:
-        packages: dotted names of modules, or of packages with everything below them.
+        packages: dotted names of modules, or of packages with everything below them. Others are
+            ignored: they are folders for `checkpoints.loading.check_codec_folder`.
         report: called with a line that names the dropped arguments.
     """
-    packages = tuple(packages)
+    packages = tuple(name for name in packages if name.replace(".", "_").isidentifier())
     old_settings = dict(parsing_settings)
     find_paths, resolve_name = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
     load_yaml: Any = get_loader("yaml")

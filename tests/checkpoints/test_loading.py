@@ -1,10 +1,19 @@
+import json
+
 import pytest
 import torch
+import yaml
+from support.commands import call
 from support.small_digits import small_digits
 from support.tiny_checkpoint import checkpoint_of, tiny
 from torch.distributed import checkpoint as distributed_checkpoint
 
-from lit_diffusion.checkpoints.loading import build_module, load, load_module
+from lit_diffusion.checkpoints.loading import (
+    build_module,
+    check_codec_folder,
+    load,
+    load_module,
+)
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.protocols import NonFiniteSamples
@@ -107,6 +116,41 @@ def test_a_class_path_of_a_stranger_in_a_file_is_not_imported(tmp_path, monkeypa
         with pytest.raises(ValueError, match=r"x\.ckpt: .*stranger.* is not imported"):
             load(tmp_path / "x.ckpt")
     assert not (tmp_path / "imported").exists()
+
+
+def codec_spec(folder) -> dict:
+    return {"class_path": "lit_diffusion.modules.vae.VAECodec", "init_args": {"folder": folder}}
+
+
+def test_a_folder_that_a_checkpoint_alone_names_is_not_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    codec = codec_spec("sd-vae")
+    for hidden in (json.dumps(codec), codec):
+        spec = digits_spec() | {"codec": hidden}
+        write_checkpoint(checkpoint_of(tiny(), hyper_parameters=spec), tmp_path / "x.ckpt")
+        with pytest.raises(ValueError, match=r"x\.ckpt names the folder .* add --trust sd-vae\."):
+            load("x.ckpt")
+    with pytest.raises(ValueError, match="sd-vae holds no"):
+        load("x.ckpt", trust=["sd-vae"])
+    assert call("validate --ckpt_path x.ckpt --data=Digits") == 2
+    assert "add --trust sd-vae." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--model.codec.folder=vae", "vae", "--model.codec={folder: vae}"]
+)
+def test_the_folder_of_a_codec_may_be_named_by_the_user_and_the_run(tmp_path, option):
+    file = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    file.parent.mkdir(parents=True)
+    model = {"init_args": {"codec": codec_spec("vae")}}
+    config = tmp_path / "run" / "config.yaml"
+    with pytest.raises(ValueError, match="names the folder vae"):
+        check_codec_folder(model, file, options=["--data.train=vae2"])
+    check_codec_folder(model, file, options=[option])
+    check_codec_folder({"init_args": {"codec": codec_spec(str(tmp_path / "run" / "x"))}}, file)
+    config.write_text(yaml.safe_dump({"model": model}))
+    check_codec_folder(model, file)
+    check_codec_folder(model, tmp_path / "x.ckpt", configs=[config])
 
 
 def test_averages_of_other_numbers_than_the_weights_are_refused(tmp_path):

@@ -252,6 +252,17 @@ def test_the_extractor_is_inception_unless_the_run_was_scored_by_another(run):
     assert protocol_of_run("run") == "digits-cnn"
 
 
+def test_a_record_names_no_extractor_outside_of_its_run_folder(run):
+    Path("x.safetensors").touch()
+    for exists in (False, True):
+        for name in ("x", "../x", "/x", "x.safetensors", "../x.safetensors"):
+            record = {"step": 1, "value": 1.0, "protocol": name}
+            Path("run/evaluations.jsonl").write_text(json.dumps(record) + "\n")
+            expected = str(Path("run/x.safetensors").absolute()) if exists else "x"
+            assert protocol_of_run("run") == expected
+        Path("run/x.safetensors").touch()
+
+
 def test_what_widths_exclude_is_refused_before_any_is_scored(power_run, capsys, monkeypatch):
     write_small_digits(Path("plain/checkpoints/last.ckpt"))
     for command, message in {
