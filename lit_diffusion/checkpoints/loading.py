@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from jsonargparse import ArgumentParser, register_unresolvable_import_paths
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -156,7 +155,6 @@ def instantiate(
     Raises:
         ValueError: if the spec is invalid, or `check` or the class raises an error.
     """
-    register_unresolvable_import_paths(torch)
     parser = ArgumentParser(exit_on_error=False)
     key = options[0].lstrip("-").split(".")[0] if options else "object"
     with allow_class_paths(trust):

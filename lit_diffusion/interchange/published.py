@@ -199,12 +199,10 @@ def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
     return (EncoderUNet if is_classifier else UNet), candidates
 
 
-def _infer_transformer(
-    state: State, embed: str, head: str, blocks: str, num_prefix: int
-) -> tuple[Json, int]:
+def _infer_transformer(state: State, embed: str, head: str, blocks: str) -> tuple[Json, int]:
     """Arguments common to U-ViT and DiT, and the number of `blocks`."""
     width, channels, patch, _ = state[f"{embed}.weight"].shape
-    side = isqrt(state["pos_embed"].shape[1] - num_prefix)
+    side = isqrt(state["pos_embed"].shape[1])  # U-ViT's one or two further tokens change no root
     num_blocks = len({name.split(".")[1] for name in state if name.startswith(f"{blocks}.")})
     return {
         "image_size": side * patch,
@@ -218,9 +216,8 @@ def _infer_transformer(
 
 def _infer_uvit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:
     table = state.get("label_emb.weight")
-    num_prefix = 1 + (table is not None)
     arguments, num_in_blocks = _infer_transformer(
-        state, "patch_embed.proj", "decoder_pred", "in_blocks", num_prefix
+        state, "patch_embed.proj", "decoder_pred", "in_blocks"
     )
     arguments |= {
         "depth": 2 * num_in_blocks,
@@ -238,9 +235,7 @@ def _infer_uvit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
 
 
 def _infer_dit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:
-    arguments, depth = _infer_transformer(
-        state, "x_embedder.proj", "final_layer.linear", "blocks", 0
-    )
+    arguments, depth = _infer_transformer(state, "x_embedder.proj", "final_layer.linear", "blocks")
     num_rows = len(state["y_embedder.embedding_table.weight"])
     return DiT, [arguments | {"depth": depth, "num_classes": num_rows - 1}]
 

@@ -427,6 +427,15 @@ def test_a_checkpoint_amid_a_batch_whose_update_was_skipped_has_the_weights_befo
     assert_same_bits(saved[1], saved[0])
 
 
+def test_weights_that_the_last_update_ruined_are_logged_as_a_loss_of_nan_and_not_saved(tmp_path):
+    logger = MemoryLogger()
+    trainer = fit(tmp_path, PlainModule(lr=math.inf), FiniteUpdates(), logger=logger, max_steps=1)
+    with pytest.raises(FloatingPointError, match=r"weights of step 1 are not finite, inner\.0"):
+        trainer.save_checkpoint(tmp_path / "1.ckpt")
+    assert not list(tmp_path.glob("*.ckpt"))
+    assert [math.isnan(loss) for _, loss in logger.of("train/loss")] == [True]
+
+
 # What does not go
 
 

@@ -87,10 +87,16 @@ def test_a_broken_cache_file_is_named_not_used(tmp_path):
 def test_the_floor_is_the_fid_of_training_images_in_place_of_samples(tmp_path):
     real, train = random_set(30, 0), random_set(25, 1, "train")
     reference = measure_reference(pixel_scorer(), real, train, 30, tmp_path)
-    expected = distance(train.dataset.tensors[0], real.dataset.tensors[0])
+    images = train.dataset.tensors[0]
+    expected = distance(images, real.dataset.tensors[0])
     assert reference.floor == pytest.approx(expected, rel=1e-9)
     assert reference.floor_sd is None
     assert reference.floor_images == "25 train images against val"
+    pool = images[shuffled_range(25, -1)[:20]]
+    draws = [pool[shuffled_range(20, number)[:5]] for number in range(NUM_DRAWS)]
+    expected = [distance(draw, real.dataset.tensors[0]) for draw in draws]
+    few = measure_reference(pixel_scorer(), real, train, 5, tmp_path)
+    assert few.floors == pytest.approx(expected)
 
 
 def test_the_floor_is_the_mean_over_draws_of_images_with_the_samples_labels(tmp_path):

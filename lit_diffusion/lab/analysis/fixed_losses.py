@@ -69,7 +69,7 @@ class ExactSpectralNorm(nn.Module):
         dim: dimension of the weight that indexes the rows of the matrix.
     """
 
-    def __init__(self, dim: int = 0) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
 

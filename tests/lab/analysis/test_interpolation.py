@@ -60,8 +60,9 @@ def shuffle(state, features):
     state = dict(state)
     for layer in features:
         first = layer.axes[0]
-        size = first.rows(state[first.name]).shape[1] // layer.groups
-        groups = torch.randperm(layer.groups).tolist()
+        num_groups = 4 if "out_layers" in layer.axes[-1].name else 1  # only a U-Net's are normed
+        size = first.rows(state[first.name]).shape[1] // num_groups
+        groups = torch.randperm(num_groups).tolist()
         order = torch.cat([g * size + torch.randperm(size) for g in groups])
         for axis in layer.axes:
             rows = state[axis.name].movedim(axis.dim, 0).unflatten(0, (axis.copies, -1))[:, order]

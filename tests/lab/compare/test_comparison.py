@@ -214,7 +214,7 @@ def test_an_arm_that_stands_still_above_the_target_ends_worse():
 @pytest.mark.parametrize(
     ("last_steps", "target", "verdict"),
     [
-        ((1900,), None, Verdict.NO_DIFFERENCE),  # trained for less
+        ((1900,), None, Verdict.NO_DIFFERENCE),  # trained for less than one seed of the baseline
         ((1900, 2000, 4000), None, Verdict.WORSE),  # for more, as by images seen
         ((1900, 2000), 0.01, Verdict.NO_DIFFERENCE),  # the baseline misses the target, too
     ],
@@ -226,8 +226,9 @@ def test_an_arm_ends_worse_only_after_as_many_steps_and_where_the_baseline_got_t
         Curve(c.seed, (*STEPS[:18], *last_steps), (*c.fids, c.fids[-1])[: 18 + len(last_steps)])
         for c in still(level=4.0).curves
     ]
-    comparison = compare([arm("baseline", 1.0), Arm("still", tuple(curves))], "baseline", target)
-    (result,) = comparison.results
+    first, *rest = arm("baseline", 1.0).curves
+    base = Arm("baseline", (replace(first, steps=STEPS[:19], fids=first.fids[:19]), *rest))
+    (result,) = compare([base, Arm("still", tuple(curves))], "baseline", target).results
     assert result.verdict is verdict
     assert (result.end_p is not None) == (verdict is Verdict.WORSE)
 
