@@ -1,8 +1,6 @@
 import csv
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -139,14 +137,3 @@ def test_a_mistake_ends_with_one_message_and_leaves_nothing(two_arms, capsys, co
     assert message in output.err
     assert "Traceback" not in output.err
     assert not Path("report").exists()
-
-
-def test_help_imports_nothing_heavy():
-    program = (
-        "import sys; from lit_diffusion.lab.compare import command; command.parser();"
-        "print({'torch', 'lightning', 'matplotlib', 'scipy'} & set(sys.modules))"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert printed.stdout.strip() == "set()"
