@@ -4,7 +4,7 @@
 - ink, slant: as measured on the training digits, in the third that the words say.
 - all: the three at once.
 
-Shares by description, of N samples each, seeds 0, 1, ...; over the descriptions that training
+Shares by description, of 20 samples each, seeds 0, 1, ...; over the descriptions that training
 images have, over those that none has, and over all of them; beside these, the same samples told
 nothing (what chance gives) and the 360 held-out digits, whose ink and slant are right by definition
 (the ceiling).
@@ -24,6 +24,7 @@ from lit_diffusion.data.digits import DESCRIPTIONS, Digits, DigitWords, number_d
 from lit_diffusion.guidance import ClassifierFree
 
 PARTS = ("class", "ink", "slant", "all")
+EACH = 20
 
 
 def recognised(judge: SVC, images: Tensor, wanted: Tensor) -> Tensor:
@@ -37,9 +38,9 @@ def recognised(judge: SVC, images: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack([*parts, numbers == wanted], dim=1)
 
 
-def samples(model: torch.nn.Module, each: int, with_words: bool) -> tuple[Tensor, Tensor]:
-    """Images of every description `each` times, and its number; seeds 0, 1, ..."""
-    seeds, words = range(len(DESCRIPTIONS) * each), DigitWords()
+def samples(model: torch.nn.Module, with_words: bool) -> tuple[Tensor, Tensor]:
+    """Images of every description `EACH` times, and its number; seeds 0, 1, ..."""
+    seeds, words = range(len(DESCRIPTIONS) * EACH), DigitWords()
     condition = words.for_seeds(seeds)
     condition = condition if with_words else words.null(condition)
     starts = range(0, len(seeds), 500)
@@ -47,17 +48,17 @@ def samples(model: torch.nn.Module, each: int, with_words: bool) -> tuple[Tensor
     return torch.cat(batches), torch.tensor(seeds) % len(DESCRIPTIONS)
 
 
-def measure(checkpoint: Path, weights: str, each: int, guidance: float | None) -> dict[str, object]:
+def measure(checkpoint: Path, guidance: float | None) -> dict[str, object]:
     data = Digits()
     train, val = data.dataset("train"), data.dataset("val")
     judge = digit_judge()
     counts = number_descriptions(train.images, train.labels).bincount(minlength=len(DESCRIPTIONS))
-    model = load(checkpoint, weights=weights)
+    model = load(checkpoint)
     model.guidance = None if guidance is None else ClassifierFree(guidance)
-    images, wanted = samples(model, each, with_words=True)
+    images, wanted = samples(model, with_words=True)
     right = recognised(judge, images, wanted)
     model.guidance = None
-    by_chance = recognised(judge, *samples(model, each, with_words=False))
+    by_chance = recognised(judge, *samples(model, with_words=False))
     held_out = recognised(judge, val.images, number_descriptions(val.images, val.labels))
     is_trained = counts[wanted] > 0
     rows = {
@@ -75,18 +76,16 @@ def measure(checkpoint: Path, weights: str, each: int, guidance: float | None) -
         name: dict(zip(PARTS, is_right.double().mean(0).tolist(), strict=True))
         for name, is_right in (rows | by_description).items()
     }
-    return {"each": each, "guidance": guidance, **shares}
+    return {"each": EACH, "guidance": guidance, **shares}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="checkpoint or run folder")
-    parser.add_argument("--weights", default="ema", help="ema (default) or raw")
-    parser.add_argument("--each", type=int, default=20, help="samples a description (default 20)")
     parser.add_argument("--guidance", type=float, help="scale of classifier-free guidance")
     parser.add_argument("--out", type=Path, help="JSON file for the shares")
     args = parser.parse_args()
-    figures = measure(args.checkpoint, args.weights, args.each, args.guidance)
+    figures = measure(args.checkpoint, args.guidance)
     print(f"{'':>55}" + "".join(f"{part:>8}" for part in PARTS))
     for name, row in figures.items():
         if isinstance(row, dict):

@@ -1,6 +1,6 @@
 """What guidance does to digits.
 
-    guided_digits.py measure RUN WEAKER CLASSIFIER --out FILE.csv [--sets 3]
+    guided_digits.py measure RUN WEAKER CLASSIFIER --out FILE.csv
     guided_digits.py table FILE.csv    as Markdown, mean and spread of the sets
 
 Samples of RUN with the labels of the 1,437 training digits, under each kind of guidance: FID
@@ -69,7 +69,7 @@ def guidances(weaker: Any, classifier: Any) -> Iterator[tuple[str, Any]]:
 def measure(args: argparse.Namespace) -> Iterator[Row]:
     """A row a kind of guidance and set."""
     paths = (args.run, args.weaker, args.classifier)
-    model, weaker, classifier = (load(path, weights=args.weights) for path in paths)
+    model, weaker, classifier = map(load, paths)
     data, judge = Digits(), digit_judge()
     labels = data.dataset("train").labels
     usual, ancestral = model.solver, DDPM(FixedSmall(), 50, LogSNR(noisiest=-10.0))
@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     for name, guidance in guidances(weaker, classifier):
         model.guidance = guidance
         model.solver = ancestral if "DDPM" in name else usual
-        for k in range(args.sets):
+        for k in range(3):
             seeds = range(k * num, (k + 1) * num)
             parts = [slice(i, i + 480) for i in range(0, num, 480)]
             images = torch.cat([model.generate(seeds[part], labels[part]) for part in parts])
@@ -107,8 +107,6 @@ if __name__ == "__main__":
     for name in ("run", "weaker", "classifier"):
         command.add_argument(name, type=Path, help="checkpoint or run folder")
     command.add_argument("--out", type=Path, required=True)
-    command.add_argument("--weights", default="ema", help="ema (default) or raw")
-    command.add_argument("--sets", type=int, default=3, help="sets of seeds (default 3)")
     commands.add_parser("table").add_argument("file", type=Path)
     args = parser.parse_args()
     if args.command == "table":

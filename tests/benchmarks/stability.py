@@ -1,6 +1,6 @@
 """The study of docs/results/stability.md: what trains and what is compared.
 
-    stability.py train OUT --data digits|mnist [--jobs 2] [--only NAME ...]
+    stability.py train OUT --data digits|mnist
     stability.py analyse OUT --data digits|mnist       consistency of groups
     stability.py look OUT --data digits|mnist          lines, planes, spectra
 
@@ -22,6 +22,8 @@ LR = "--model.init_args.optimizer.init_args.lr"
 SAMPLE = "--model.parameterization=lit_diffusion.parameterizations.Sample"
 """Transformers learn much better by it and the textbook's recipe: docs/results/backbones.md."""
 STEPS = {"digits": 1000, "mnist": 600}
+JOBS = 2
+"""Processes at a time."""
 
 
 def arm(name: str) -> list[str]:
@@ -165,14 +167,13 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
         print(f"trained {kind} from seed {seed}", flush=True)
 
 
-def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
+def train_all(out: Path, data: str) -> None:
     options = kinds(data)
     models = dict.fromkeys(
         tuple(model.split("/")) for models in groups(data).values() for model in models
     )
-    runs = [(kind, int(seed)) for kind, seed in models if not only or kind in only]
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda run: train(out, data, *run, options[run[0]]), runs))
+    with ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(lambda run: train(out, data, run[0], int(run[1]), options[run[0]]), models))
 
 
 def looks(out: Path, data: str) -> dict[str, list[str]]:
@@ -205,7 +206,7 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
     return commands
 
 
-def look(out: Path, data: str, jobs: int, only: list[str]) -> None:
+def look(out: Path, data: str) -> None:
     """Lines, planes and spectra of the models that are there."""
 
     commands = looks(out, data)
@@ -219,15 +220,15 @@ def look(out: Path, data: str, jobs: int, only: list[str]) -> None:
                 file.write("done\n")
             print(f"looked: {name}", flush=True)
 
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(analyze, [name for name in commands if not only or name in only]))
+    with ThreadPoolExecutor(JOBS) as pool:
+        list(pool.map(analyze, commands))
 
 
-def analyse(out: Path, data: str, only: list[str]) -> None:
+def analyse(out: Path, data: str) -> None:
     """Consistency of each group whose models are there."""
     for name, models in groups(data).items():
         folders = [out / model for model in models]
-        if (only and name not in only) or not all((each / "done").exists() for each in folders):
+        if not all((each / "done").exists() for each in folders):
             continue
         target = out / "consistency" / slug(name)
         if not (target / "consistency.png").exists():
@@ -242,12 +243,5 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=("train", "analyse", "look"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", choices=STEPS, default="digits")
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", nargs="+", default=[])
     args = parser.parse_args()
-    if args.what == "train":
-        train_all(args.out, args.data, args.jobs, args.only)
-    elif args.what == "analyse":
-        analyse(args.out, args.data, args.only)
-    else:
-        look(args.out, args.data, args.jobs, args.only)
+    {"train": train_all, "analyse": analyse, "look": look}[args.what](args.out, args.data)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from csv_tables import Row, read_rows, write_rows
 from scipy.stats import spearmanr
-from stability import ROOT, lit_diffusion
+from stability import JOBS, ROOT, lit_diffusion
 from stability_tables import rounded
 from torch import Tensor, nn
 
@@ -112,10 +112,8 @@ def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
 
     def ended(u: float, seed: int) -> Tensor:
         drawn = PerSampleNoise([seed * num + i for i in range(num)])
-        solver, prior = (
-            truncate_solver(whole, u, module.process),
-            NoisedImagePrior(module.process, x0),
-        )
+        solver = truncate_solver(whole, u, module.process)
+        prior = NoisedImagePrior(module.process, x0)
         sample = solver.sample(denoise, prior, noise, drawn.randn_like)
         return module.codec.decode(sample)
 
@@ -190,11 +188,11 @@ def measured(folder: Path) -> Row:
     return row
 
 
-def early(out: Path, jobs: int) -> None:
+def early(out: Path) -> None:
     arms = {arm.name: arm for arm in read_arms([str(ROOT / "docs/results/recipes.csv")])}
     names = ("baseline", *ARMS)
     steps = {name: int(max(arms[name].curves[0].steps)) for name in names}
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(JOBS) as pool:
         runs = [(name, seed) for seed in SEEDS for name in names]
         list(pool.map(lambda run: train(out, *run, steps[run[0]]), runs))
     rows: list[Row] = []
@@ -224,11 +222,5 @@ if __name__ == "__main__":
     )
     parser.add_argument("what", choices=("levels", "early", "rank"))
     parser.add_argument("out", type=Path)
-    parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    if args.what == "levels":
-        levels(args.out)
-    elif args.what == "early":
-        early(args.out, args.jobs)
-    else:
-        rank(args.out)
+    {"levels": levels, "early": early, "rank": rank}[args.what](args.out)

@@ -1,5 +1,6 @@
 """Which runs of an experiment may be compared, and why the others may not."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,17 @@ from support.experiments import fids, record, write_run
 from lit_diffusion.lab.compare.run_folders import collect_runs, most_frequent_metric, select
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
     for arm, speed in (("baseline", 1.0), ("clts", 1.3)):
-        write_seeds("sweep", arm, range(2), speed)
+        write_seeds(root, arm, range(2), speed)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _copy(sweep, folder):
+    shutil.copytree(sweep, "sweep")
 
 
 def write_seeds(folder, arm, seeds, speed, **protocol):
