@@ -86,6 +86,13 @@ class Run:
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
+    def max_batches(self) -> int | None:
+        """`max_steps` in batches, which rows of metrics.csv count: a GAN's are fewer than steps."""
+        n = flatten_config(self.config).get("model.discriminator_steps")
+        is_gan = isinstance(n, int) and n > 0  # then the generator steps in each n-th batch
+        return self.max_steps * n // (n + 1) if self.max_steps and is_gan else self.max_steps
+
+    @property
     def fid_metrics(self) -> list[str]:
         """Names of the FIDs in its evaluations."""
         names = dict.fromkeys(str(record.get("metric")) for record in self.records)
@@ -443,11 +450,12 @@ def _cut_short_reason(run: Run, members: Iterable[Run], metric: str) -> str | No
         return None
     steps = [point["step"] for point in run.points(metric)]
     ends = f"cut short: its FIDs end at step {steps[-1]:,}"
-    if run.max_steps is None:
+    end = run.max_steps if is_fid(metric) else run.max_batches
+    if end is None:
         last = max(member.points(metric)[-1]["step"] for member in members)
         return f"{ends}, its arm's at {last:,}" if steps[-1] < last else None
     due = steps[-1] + (steps[-1] - steps[-2] if len(steps) > 1 else steps[-1])
-    return f"{ends} of {run.max_steps:,}" if due <= run.max_steps else None
+    return f"{ends} of {end:,}" if due <= end else None
 
 
 def _require_equal_settings(arm: str, members: Sequence[Run]) -> None:

@@ -26,6 +26,7 @@ import yaml
 from lit_diffusion.cli.options import Parser, integer, integers, require_lab
 from lit_diffusion.cli.run_folder import (
     CLAIM,
+    FIRST_SAVE,
     OR_NONE,
     InUse,
     latest_config,
@@ -176,13 +177,11 @@ class PlannedRun:
         metrics.csv and the evaluations count if they cover the whole run.
         """
         from lit_diffusion.checkpoints.reading import read_checkpoint
-        from lit_diffusion.cli.loggers import read_rows
 
         file = self.folder / LAST
         if file.exists():
             return int(read_checkpoint(file, mmap=True)["global_step"])
-        logged = (int(row["step"]) + 1 for row in read_rows(self.folder / "metrics.csv"))
-        last = max([_last_evaluation(self.folder), *logged])
+        last = max(_last_evaluation(self.folder), _logged_batches(self.folder))
         return last if last >= self.max_steps else None
 
 
@@ -303,10 +302,14 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
         return
     if rest := sorted(folder.rglob("*.ckpt")):
         raise ValueError(f"{folder} has {rest[0].name}, but no {LAST}: move or delete that folder.")
-    if 0 < (step := _last_evaluation(folder)) < settings["trainer"]["max_steps"]:
+    # A killed fit may have some rows before its first checkpoint. With more its checkpoint was
+    # deleted; a GAN may even be finished, as rows count batches, and steps both optimizers.
+    evaluated, batches = _last_evaluation(folder), _logged_batches(folder)
+    step = max(evaluated, batches if batches > 2 * FIRST_SAVE else 0)
+    if 0 < step < settings["trainer"]["max_steps"]:
         raise ValueError(
-            f"{folder} has evaluations up to step {step}, but no {LAST} to go on from: move or "
-            "delete that folder."
+            f"{folder} has results up to step {step}, but no {LAST} to go on from: move or delete "
+            "that folder."
         )
 
 
@@ -315,6 +318,12 @@ def _last_evaluation(folder: Path) -> int:
 
     records = read_evaluations(folder / "evaluations.jsonl")
     return max((record.get("step") or 0 for record in records), default=0)
+
+
+def _logged_batches(folder: Path) -> int:
+    from lit_diffusion.cli.loggers import read_rows
+
+    return max((int(row["step"]) + 1 for row in read_rows(folder / "metrics.csv")), default=0)
 
 
 # The runs

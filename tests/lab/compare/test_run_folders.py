@@ -8,10 +8,12 @@ from support.tiny_run import tiny_config
 
 from lit_diffusion.lab.compare.run_folders import (
     PROTOCOL,
+    Run,
     collect_runs,
     differing_settings,
     flatten_config,
     read_run,
+    select,
 )
 from lit_diffusion.metrics.evaluation_record import FIDRecord
 
@@ -144,6 +146,18 @@ def test_a_broken_file_is_the_fault_of_its_run(file, text, fault):
     Path("a").mkdir()
     (Path("a") / file).write_text(text)
     assert fault in read_run(Path("a")).fault
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(None, 90), (1, 45), (2, 60)])
+def test_rows_of_a_gan_count_its_batches(steps, batches):
+    model = {"init_args": {} if steps is None else {"discriminator_steps": steps}}
+    config = {"trainer": {"max_steps": 90}, "model": model}
+    rows = [{"step": str(step), "val/consistency": "1"} for step in range(9, batches, 10)]
+    whole = [Run(Path(arm), arm, "0", config, rows=rows) for arm in "ab"]
+    cut = Run(Path("c"), "c", "0", config, rows=rows[:-2])
+    selection = select([*whole, cut], metric="val/consistency")
+    assert set(selection.arms) == {"a", "b"}
+    assert selection.left_out[0][1].endswith(f" of {batches}")
 
 
 def test_fields_of_the_protocol_are_fields_of_the_record():

@@ -126,7 +126,7 @@ def lose_all_checkpoints_after_an_evaluation():
         (lose_the_last_checkpoint, " has best-fid.ckpt, but no checkpoints/last.ckpt"),
         (
             lose_all_checkpoints_after_an_evaluation,
-            " has evaluations up to step 7, but no checkpoints/last.ckpt",
+            " has results up to step 7, but no checkpoints/last.ckpt",
         ),
         (lambda: (BASELINE / "config.yaml").write_text(""), "/config.yaml must hold settings"),
     ],
@@ -134,6 +134,16 @@ def lose_all_checkpoints_after_an_evaluation():
 def test_a_run_that_cannot_go_on_is_never_started_over(one_run, capsys, change, err):
     change()
     assert f"{BASELINE}{err}" in refusal(capsys, "--seeds 0 --out out")
+
+
+def test_many_rows_without_a_checkpoint_are_not_deleted(one_run, capsys):
+    """Of a run, or of a finished GAN, whose batches are fewer than its steps."""
+    shutil.rmtree(BASELINE / "checkpoints")
+    config = BASELINE / "config.yaml"
+    config.write_text(config.read_text().replace("max_steps: 8", "max_steps: 60"))
+    (BASELINE / "metrics.csv").write_text("step,train/loss\n40,1\n")
+    err = refusal(capsys, "--seeds 0 --out out --trainer.max_steps=60")
+    assert f"{BASELINE} has results up to step 41, but no checkpoints/last.ckpt" in err
 
 
 def test_finished_runs_are_left_alone_also_without_their_checkpoints(one_run, capsys):
