@@ -136,7 +136,8 @@ class MomentumDecay(pl.Callback):
         self._steps: list[int] = []  # steps completed by each optimizer; see `_completed_steps`
         self._next_index = 0  # index of the optimizer that steps next
         self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, its base options)
-        self._last_updates: dict[int, tuple[int, list[ParamGroup]]] = {}  # index -> step, options
+        self._updated_at: dict[int, int] = {}  # optimizer index -> steps before its last update
+        self._last_values: dict[int, list[ParamGroup]] = {}  # index -> what is logged of each group
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
@@ -170,7 +171,7 @@ class MomentumDecay(pl.Callback):
     def _apply(self, index: int, optimizer: Optimizer) -> None:
         self._restore()
         step = self._completed_steps()[index]
-        if index in self._last_updates and step == self._last_updates[index][0]:
+        if step == self._updated_at.get(index):
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps, and Lightning counts no step; step what "
                 "self.optimizers() returns, not the optimizer inside it."
@@ -182,8 +183,8 @@ class MomentumDecay(pl.Callback):
 
     def _after_step(self, index: int, optimizer: Optimizer, *_: Any) -> None:
         if self._base_options:  # else a state init step, or one that contained this step
-            groups = [dict(group) for group in optimizer.param_groups]
-            self._last_updates[index] = self._completed_steps()[index], groups
+            self._updated_at[index] = self._completed_steps()[index]
+            self._last_values[index] = [_values(group) for group in optimizer.param_groups]
             self._restore()
 
     def _restore(self, *_: Any) -> None:
@@ -256,7 +257,8 @@ class MomentumDecay(pl.Callback):
         """Determine total_steps and step counts, and hook the restored optimizers."""
         self._total_steps = self._resolve_total_steps(trainer)
         self._steps = self._restore_steps(trainer)
-        self._trainer, self._next_index, self._last_updates = trainer, 0, {}
+        self._last_values = dict(self._loaded.get("last_values", {}))
+        self._trainer, self._next_index, self._updated_at = trainer, 0, {}
         for index in self._optimizer_indices(trainer):
             optimizer = trainer.optimizers[index]
             self._hooks += [
@@ -308,16 +310,15 @@ class MomentumDecay(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Log lr and beta1 of the batch's update."""
+        """Log lr and beta1 of each optimizer's last update."""
         if is_accumulating(trainer) or not should_log(trainer):
             return
-        for index, (_step, groups) in self._last_updates.items():
-            for number, group in enumerate(groups):
+        for index, groups in self._last_values.items():
+            for number, values in enumerate(groups):
                 suffix = f"_optimizer{index}" if len(trainer.optimizers) > 1 else ""
                 suffix += f"_group{number}" if len(groups) > 1 else ""
-                pl_module.log(f"mdlrc/lr{suffix}", group["lr"])
-                if (beta1 := _beta1(group)) is not None:
-                    pl_module.log(f"mdlrc/beta1{suffix}", beta1)
+                for name, value in values.items():
+                    pl_module.log(f"mdlrc/{name}{suffix}", value)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
         """Restore the optimizers and remove the hooks."""
@@ -336,23 +337,34 @@ class MomentumDecay(pl.Callback):
         return f"{type(self).__qualname__}{ {'optimizers': self.optimizers} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """total_steps, and the steps completed by each optimizer; empty before a fit."""
+        """total_steps, steps completed by each optimizer, values to log; empty before a fit."""
         if self._total_steps is None:
             return self._loaded  # for a save before training starts
-        return {"total_steps": self._total_steps, "steps": list(self._completed_steps())}
+        values = {
+            index: [{name: float(value) for name, value in group.items()} for group in groups]
+            for index, groups in self._last_values.items()
+        }
+        steps = list(self._completed_steps())
+        return {"total_steps": self._total_steps, "steps": steps, "last_values": values}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store total_steps and step counts until training starts."""
         length, steps = state_dict.get("total_steps", 1), state_dict.get("steps", [])
         numbers = [length, *steps] if isinstance(steps, list) else [None]
-        if not length or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+        is_damaged = not length or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers)
+        try:
+            rows = [row for rows in state_dict.get("last_values", {}).values() for row in rows]
+            is_damaged |= any(type(value) is not float for row in rows for value in row.values())
+        except (AttributeError, TypeError):
+            is_damaged = True
+        if is_damaged:
             raise ValueError(
                 f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
                 f"1 or more, and is {length!r:.50}; steps a list of counts, and is {steps!r:.50}."
             )
         self._loaded = state_dict
         if self._hooks:  # restored during a fit, for example after the lr finder
-            self._steps, self._last_updates = list(steps), {}
+            self._steps, self._updated_at = list(steps), {}
 
 
 class LRCompensation(MomentumDecay):
@@ -396,6 +408,12 @@ class LRCompensation(MomentumDecay):
 def _beta1(group: Mapping[str, Any]) -> float | None:
     """The momentum of a param group: its first beta, else `momentum`; None without either."""
     return group["betas"][0] if "betas" in group else group.get("momentum")
+
+
+def _values(group: ParamGroup) -> dict[str, Any]:
+    """What is logged of a param group."""
+    beta1 = _beta1(group)
+    return {"lr": group["lr"]} | ({} if beta1 is None else {"beta1": beta1})
 
 
 def _cycles_momentum(scheduler: object, optimizer: Optimizer) -> bool:

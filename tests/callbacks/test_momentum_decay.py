@@ -312,7 +312,9 @@ def test_the_state_is_the_length_and_the_count_as_builtins(tmp_path):
     assert decay.state_dict() == {}
     fit(tmp_path, Recorded(), decay).save_checkpoint(tmp_path / "c.ckpt")
     stored = torch.load(tmp_path / "c.ckpt", weights_only=True)["callbacks"]
-    assert stored["MomentumDecay{'optimizers': None}"] == {"total_steps": 8, "steps": [8]}
+    state = stored["MomentumDecay{'optimizers': None}"]
+    assert state.pop("last_values").keys() == {0}
+    assert state == {"total_steps": 8, "steps": [8]}
 
 
 @pytest.mark.parametrize("where", ["step", "update"])
@@ -719,3 +721,6 @@ def test_a_state_that_was_not_saved_by_it_is_refused():
     for total, steps in ((0, [1]), ("9", [1]), (9, [-1]), (9, 1)):
         with pytest.raises(ValueError, match="is damaged: total_steps must be 1 or more"):
             MomentumDecay().load_state_dict({"total_steps": total, "steps": steps})
+    for values in ([1.0], {0: 1.0}, {0: [{"lr": "high"}]}):
+        with pytest.raises(ValueError, match="is damaged"):
+            MomentumDecay().load_state_dict({"total_steps": 9, "last_values": values})

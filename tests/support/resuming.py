@@ -48,7 +48,7 @@ CALLBACKS = {
     "StepSeed": lambda: StepSeed(5),
     "FiniteUpdates": lambda: FiniteUpdates(2),
     "EMA": lambda: EMA((0.9, 0.5), every_n_steps=2),
-    "MomentumDecay": lambda: MomentumDecay(min_beta1=0.4),
+    "MomentumDecay": lambda: MomentumDecay(STEPS, min_beta1=0.4),
     "TimestepCurriculum": lambda: TimestepCurriculum(8, mean=0.3, std=0.2),
     "NoiseLevelLoss": lambda: NoiseLevelLoss(4, num_images=20),
     "SampleGrid": lambda: SampleGrid(4, every_n_steps=3),
