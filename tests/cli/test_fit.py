@@ -36,11 +36,12 @@ EMA = {
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory) -> Path:
-    """A run of 8 steps, which are two epochs, and one that was stopped after 3."""
+    """A run of 8 steps, which are two epochs, what it printed, and a run that stopped after 3."""
     folder = tmp_path_factory.mktemp("originals")
     with contextlib.chdir(folder):
         write_config(tiny_config(callbacks=[EMA]))
-        assert call(FIT) == 0
+        with Path("printed").open("w") as file, contextlib.redirect_stderr(file):
+            assert call(f"{FIT} --ckpt_path=last-or-none") == 0
         Path("runs/tiny").rename("whole")
         assert call(f"{FIT} --trainer.max_steps=3") == 0
         Path("runs/tiny").rename("stopped")
@@ -72,23 +73,18 @@ def files() -> dict[Path, bytes]:
 # The run folder
 
 
-def test_a_fit_leaves_a_run_folder_named_after_its_config(capsys):
-    assert call(f"{FIT} --ckpt_path=last-or-none") == 0
+@pytest.mark.usefixtures("whole")
+def test_a_fit_leaves_a_run_folder_named_after_its_config(originals):
     names = {str(path.relative_to("runs/tiny")) for path in files()}
     assert {"config.yaml", "metrics.csv", "checkpoints/last.ckpt"} <= names
     assert not any("version_" in name or "lightning_logs" in name for name in names)
     assert next(Path("runs/tiny/tensorboard").glob("events.*"))
-    err = capsys.readouterr().err
+    err = (originals / "printed").read_text()
     assert "8 steps, 32 images seen" in err
-    assert "lit-diffusion sample --checkpoint runs/tiny --trust=support" in err
+    assert "lit-diffusion sample --checkpoint runs/tiny --trust=support --num 64" in err
 
 
-@pytest.mark.usefixtures("stopped")
-def test_images_of_each_batch_size_are_counted(capsys):
-    call(f"{FIT} --ckpt_path=last --trainer.max_steps=7 --data.init_args.batch_size=2")
-    assert "7 steps, 20 images seen" in capsys.readouterr().err
-
-
+@pytest.mark.slow
 def test_the_sample_command_that_a_fit_ends_with_works(capsys):
     """Without averages, with a module from elsewhere, in a folder with a space."""
     write_config(small_digits(1, callbacks=[], limit_val_batches=0))
@@ -102,11 +98,12 @@ def test_the_sample_command_that_a_fit_ends_with_works(capsys):
 
 @pytest.mark.parametrize("option", ["max_steps=0", "enable_checkpointing=false"])
 def test_a_run_without_a_checkpoint_has_none_and_no_command_that_samples(option, capsys):
-    assert call(f"{FIT} --trainer.{option}") == 0
+    assert call(f"{FIT} --trainer.{option} --trainer.logger=false") == 0
     err = capsys.readouterr().err
     assert "run folder  runs/tiny" in err
     assert "lit-diffusion sample" not in err
     assert not Path(LAST).exists()
+    assert not Path("runs/tiny/metrics.csv").exists()
 
 
 @pytest.mark.usefixtures("stopped")
@@ -121,40 +118,45 @@ def test_a_folder_that_holds_a_run_is_not_changed_by_another(capsys):
     assert files() == before
 
 
-def test_the_loggers_and_callbacks_of_a_config_stand_beside_those_of_every_run(monkeypatch):
-    saver = "lightning.pytorch.callbacks.ModelCheckpoint"
-    saver = {"class_path": saver, "init_args": {"dirpath": "elsewhere", "save_last": True}}
-    logger = "lightning.pytorch.loggers.CSVLogger"
-    logger = {"class_path": logger, "init_args": {"save_dir": "l"}}
-    write_config(tiny_config(logger=logger, callbacks=[saver]))
+def test_the_loggers_and_callbacks_of_a_config_stand_beside_those_of_every_run(monkeypatch, capsys):
+    callbacks = {
+        "ModelCheckpoint": {"dirpath": "elsewhere", "save_last": True},
+        "EarlyStopping": {"monitor": "val/loss", "min_delta": 1e9, "patience": 1},
+    }
+    specs = [{"class_path": name, "init_args": args} for name, args in callbacks.items()]
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "l"}}
+    write_config(tiny_config(logger=logger, callbacks=specs, max_steps=80))
     first = []
     monkeypatch.setattr(TinyModule, "on_train_start", lambda self: first.append(self.logger))
-    assert call(FIT) == 0
+    assert call(f"{FIT} --trainer.default_root_dir='my runs/tiny'") == 0
     assert [type(logger).__name__ for logger in first] == ["CSVLogger"]
     assert Path("elsewhere/last.ckpt").exists()
     assert Path("l").exists()
-    assert Path(LAST).exists()  # from which it would resume
-    assert not Path("runs/tiny/tensorboard").exists()
-    assert read_rows("runs/tiny/metrics.csv")  # which a resume and compare want
-
-
-def test_no_logger_is_no_logger():
-    assert call(f"{FIT} --trainer.logger=false") == 0
-    assert not Path("runs/tiny/metrics.csv").exists()
+    assert Path("my runs/tiny/checkpoints/last.ckpt").exists()  # from which it would resume
+    assert not Path("my runs/tiny/tensorboard").exists()
+    assert read_rows("my runs/tiny/metrics.csv")  # which a resume and compare want
+    err = capsys.readouterr().err
+    assert "stopped     Monitored metric val/loss did not improve" in err
+    assert "sample --checkpoint 'my runs/tiny' --weights raw --trust=support" in err
 
 
 # Composition
 
 
 def test_a_fragment_is_appended_and_the_command_line_wins_over_both(capsys):
+    """Also where it passes null to parts of parts."""
     write_config({"trainer": {"callbacks+": [EMA]}}, Path("ema.yaml"))
-    write_config(tiny_config(callbacks=[{"class_path": f"{HERE}.Nothing"}]))
+    config = tiny_config(callbacks=[{"class_path": f"{HERE}.Nothing"}])
+    config["model"]["init_args"]["optimizer"]["init_args"]["foreach"] = True
+    write_config(config)
     options = "--config ema.yaml --trainer.max_steps=3 --tuned_on=digits-cnn --print_config"
-    assert call(f"{FIT} {options}") == 0
+    assert call(f"{FIT} {options} --model.init_args.optimizer.init_args.foreach=null") == 0
     config = yaml.safe_load(capsys.readouterr().out)
     names = [each["class_path"].rpartition(".")[2] for each in config["trainer"]["callbacks"]]
     assert names == ["Nothing", "EMA"]
     assert (config["trainer"]["max_steps"], config["tuned_on"]) == (3, "digits-cnn")
+    optimizer = config["model"]["init_args"]["optimizer"]["init_args"]
+    assert (optimizer["lr"], optimizer["foreach"]) == (0.1, None)
 
 
 @pytest.mark.usefixtures("stopped")
@@ -165,22 +167,6 @@ def test_the_saved_config_gives_the_same_run_again():
 
 
 # Resuming
-
-
-def test_a_resumed_run_ends_as_an_uninterrupted_one(originals, stopped, caplog):
-    """Weights, averages, counters and curves; its config stands beside the first."""
-    first = Path("runs/tiny/config.yaml").read_text()
-    assert call(f"{FIT} --ckpt_path=last") == 0
-    assert not any("rows of steps" in message for message in caplog.messages)
-    whole, resumed = checkpoint(originals / "whole"), checkpoint("runs/tiny")
-    assert equal(whole["state_dict"], resumed["state_dict"])
-    assert (originals / "whole/metrics.csv").read_text() == (stopped / "metrics.csv").read_text()
-    key = next(key for key in whole["callbacks"] if key.startswith("EMA"))
-    assert equal(*(each["callbacks"][key]["shadows"][0] for each in (whole, resumed)))
-    assert (whole["epoch"], whole["images_seen"]) == (resumed["epoch"], resumed["images_seen"])
-    assert Path("runs/tiny/config.yaml").read_text() == first
-    config = yaml.safe_load(Path("runs/tiny/config.resume-1.yaml").read_text())
-    assert config["trainer"]["max_steps"] == 8
 
 
 @pytest.mark.usefixtures("stopped")
@@ -199,40 +185,52 @@ def test_weights_in_double_precision_are_restored_bit_exactly(monkeypatch):
 
 
 @pytest.mark.usefixtures("stopped")
-def test_a_run_that_is_moved_resumes_in_its_new_place_from_anywhere(originals, monkeypatch):
-    """Bit-exactly, by its checkpoint alone, and by the config that it wrote."""
+def test_a_resumed_run_ends_as_an_uninterrupted_one(originals, monkeypatch, caplog):
+    """Also where it was moved: by its checkpoint alone, and by the config that it wrote."""
     moved = Path("elsewhere/renamed").absolute()
     moved.parent.mkdir()
     Path("runs/tiny").rename(moved)
+    config = (moved / "config.yaml").read_text()
     Path("far/away").mkdir(parents=True)
     monkeypatch.chdir("far/away")
     last = f"--ckpt_path={moved}/checkpoints/last.ckpt"
     assert call(f"fit {last} --trainer.max_steps=5 {TRUST}") == 0
-    config = f"--config {moved}/config.yaml --ckpt_path=last --trainer.max_steps=8"
-    assert call(f"fit {config} {TRUST}") == 0
+    options = f"--config {moved}/config.yaml --ckpt_path=last --trainer.max_steps=8"
+    assert call(f"fit {options} {TRUST}") == 0
     assert list(Path().iterdir()) == []
-    assert equal(weights(originals / "whole"), weights(moved))
+    assert not any("rows of steps" in message for message in caplog.messages)
+    whole, resumed = checkpoint(originals / "whole"), checkpoint(moved)
+    assert equal(whole["state_dict"], resumed["state_dict"])
     assert (originals / "whole/metrics.csv").read_text() == (moved / "metrics.csv").read_text()
+    key = next(key for key in whole["callbacks"] if key.startswith("EMA"))
+    assert equal(*(each["callbacks"][key]["shadows"][0] for each in (whole, resumed)))
+    assert (whole["epoch"], whole["images_seen"]) == (resumed["epoch"], resumed["images_seen"])
+    assert (moved / "config.yaml").read_text() == config
+    config = yaml.safe_load((moved / "config.resume-2.yaml").read_text())
+    assert config["trainer"]["max_steps"] == 8
 
 
 @pytest.mark.usefixtures("whole")
-@pytest.mark.parametrize(("unit", "limit"), [("steps", 8), ("epochs", 2)])
-def test_a_finished_run_is_not_trained_again(unit, limit, capsys):
-    before = files()
-    command = f"{FIT} --trainer.max_steps=-1 --trainer.max_{unit}={limit} --ckpt_path"
-    assert call(f"{command}=last") == 2
-    rule = f"last.ckpt has {limit} {unit}, and trainer.max_{unit} is {limit}; raise that to train"
-    assert rule in capsys.readouterr().err
-    assert call(f"{command}=last-or-none") == 0
+def test_a_finished_run_is_not_trained_again(capsys):
+    before, command = files(), f"{FIT} --trainer.max_steps=-1 --trainer.max_epochs=-1"
+    for unit, limit in (("steps", 8), ("epochs", 2)):
+        assert call(f"{command} --ckpt_path=last --trainer.max_{unit}={limit}") == 2
+        rule = f"last.ckpt has {limit} {unit}, and trainer.max_{unit} is {limit}; raise that to"
+        assert rule in capsys.readouterr().err
+    assert call(f"{FIT} --ckpt_path=last-or-none") == 0
     assert "the run is finished" in capsys.readouterr().err
     assert files() == before
 
 
-def test_rows_after_the_checkpoint_of_a_resume_are_deleted(stopped, caplog):
+def test_a_resume_deletes_rows_after_its_checkpoint_and_counts_images_of_each_batch_size(
+    stopped, caplog, capsys
+):
     with (stopped / "metrics.csv").open("a") as file:  # of a run that died before the next save
         file.writelines(f"{step},0,1.0\n" for step in range(4, 8))
-    assert call(f"{FIT} --trainer.max_steps=7 --ckpt_path=last") == 0
+    options = "--trainer.max_steps=7 --data.init_args.batch_size=2"
+    assert call(f"{FIT} --ckpt_path=last {options}") == 0
     assert "Took 4 rows of steps after 3 out of runs/tiny/metrics.csv." in caplog.messages
+    assert "7 steps, 20 images seen" in capsys.readouterr().err
 
 
 # Command line over config, config over checkpoint
@@ -273,14 +271,6 @@ def test_changed_settings_are_those_inside_the_first_step_and_nothing_else_chang
         torch.testing.assert_close(new, 0.75 * old + 0.25 * raw)
 
 
-def test_a_summary_says_why_a_run_stopped_early(capsys):
-    added = "--trainer.callbacks+=EarlyStopping --trainer.callbacks.EarlyStopping.monitor=val/loss"
-    options = "--trainer.callbacks.EarlyStopping.min_delta=1e9 --trainer.callbacks.patience=1"
-    write_config(tiny_config(check_val_every_n_epoch=1, max_steps=80))
-    assert call(f"{FIT} {added} {options}") == 0
-    assert "stopped     Monitored metric val/loss did not improve" in capsys.readouterr().err
-
-
 @pytest.mark.usefixtures("stopped")
 def test_another_optimizer_cannot_resume_and_says_so(capsys):
     change = "--model.init_args.optimizer=torch.optim.SGD --model.optimizer.lr=0.1"
@@ -295,11 +285,10 @@ def test_another_optimizer_cannot_resume_and_says_so(capsys):
 @pytest.mark.usefixtures("whole")
 def test_a_checkpoint_alone_is_scored_with_the_averages_of_its_run(capsys, caplog):
     before, value = files(), read_rows("runs/tiny/metrics.csv")[-1]["val/loss"]
-    for command in ("validate", "test"):
-        assert call(f"{command} --ckpt_path={LAST} {TRUST}") == 0
-        assert f"{float(value):.6f}"[:8] in capsys.readouterr().out
+    assert call(f"validate --ckpt_path={LAST} {TRUST}") == 0
+    assert f"{float(value):.6f}"[:8] in capsys.readouterr().out
     assert not any("The checkpoint had" in message for message in caplog.messages)
-    assert call(f"validate --ckpt_path={LAST} {TRUST} --model.init_args.shift=7") == 0
+    assert call(f"test --ckpt_path={LAST} {TRUST} --model.init_args.shift=7") == 0
     assert "The checkpoint had model.shift 0.0, using 7.0." in caplog.messages
     assert files() == before
 
@@ -329,13 +318,10 @@ def test_predicting_without_a_way_to_keep_it_is_refused(capsys):
         ("--trainer.default_root=x", "Did you mean 'trainer.default_root_dir'?"),
         ("--config endless.yaml", "trainer.max_steps must be a number, -1 for no end"),
         ("--trainer.accumulate_grad_batches=0", "accumulate_grad_batches must be at least 1"),
-        ("--trainer.val_check_interval=0", "val_check_interval must be at least 1"),
-        ("--model.init_args.network.init_args.widht=3", "Did you mean 'width'?"),
         ("--trainer.callbacks+=stranger.Callback", "add --trust stranger."),
-        ("--trainer.precision=bf17", "Expected an int or one of 'transformer-engine',"),
+        ("'--trainer.callbacks+={class_path: EMA, init_args: {decays: [2]}}'", "got (2.0,)."),
         ("--trainer.accelerator=abacus", "invalid accelerator name"),
         ("--config nowhere.yaml", "nowhere.yaml"),
-        ("--config broken.yaml", "broken.yaml"),
         ("--config empty.yaml", "empty.yaml must hold settings"),
         ("--config misspelt.yaml", "'trainer.max_stepz'. Did you mean 'trainer.max_steps'?"),
         ("--ckpt_path=best", "there is no file best; name another"),
@@ -344,7 +330,6 @@ def test_predicting_without_a_way_to_keep_it_is_refused(capsys):
     ],
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(change, message, capsys):
-    Path("broken.yaml").write_text("trainer: [\n  max_steps: 3\n")
     Path("endless.yaml").write_text("trainer: {max_steps: null}\n")
     Path("misspelt.yaml").write_text("trainer: {max_stepz: 3}\n")
     Path("empty.yaml").touch()
@@ -368,11 +353,6 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(change, message, capsys):
             "more than one stateful callback of type `EMA`",
         ),
         pytest.param(
-            f"--config tiny.yaml {TRUST} --trainer.accelerator=cuda",
-            "accelerator is not available",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"),
-        ),
-        pytest.param(
             f"--config tiny.yaml {TRUST} --trainer.accelerator=gpu",
             "trainer.accelerator=gpu: there is none here; auto takes what is",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"),
@@ -384,27 +364,6 @@ def test_what_lightning_or_its_parser_refuses_is_a_mistake(options, message, cap
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
-
-
-def test_arguments_that_do_not_fit_each_other_are_named(capsys):
-    config = small_digits(1)
-    config["model"]["init_args"] |= {"num_classes": None, "label_dropout": 0.0}
-    write_config(config)
-    assert call(FIT) == 2
-    err = capsys.readouterr().err
-    assert "num_classes is None in the module, but 10 in" in err
-    assert "Traceback" not in err
-
-
-def test_null_can_be_passed_to_parts_of_parts(capsys):
-    write_config(small_digits(1))
-    network = "--model.init_args.network.init_args.num_classes=null"
-    options = "--model.num_classes=null --model.label_dropout=0"
-    assert call(f"{FIT} {network} {options} --print_config") == 0
-    model = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
-    network = model["network"]["init_args"]
-    assert (model["num_classes"], network["num_classes"]) == (None, None)
-    assert network["model_channels"] == 8
 
 
 @pytest.mark.parametrize(
@@ -554,7 +513,6 @@ READER = "lightning.pytorch.plugins.io.TorchCheckpointIO"
         ("", None, ""),
         ("file://", None, ""),
         ("local://", None, ""),
-        ("", READER, ""),
         ("", READER, "--trust lightning"),
         ("local://", READER, "--trust lightning"),
     ],
@@ -572,4 +530,4 @@ def test_a_reader_of_checkpoints_that_may_run_code_is_refused_unless_trusted(cap
     write_config(tiny_config(plugins=READER))
     assert call(FIT) == 2
     assert "TorchCheckpointIO may run code that a checkpoint holds" in capsys.readouterr().err
-    assert call(f"{FIT} --trust lightning") == 0
+    assert call(f"{FIT} --trust lightning --trainer.max_steps=0") == 0
