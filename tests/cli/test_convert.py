@@ -56,25 +56,19 @@ def test_a_published_file_comes_in(dit, capsys):
         assert torch.equal(load_network("out")(x, t, labels), dit(x, t, labels))
 
 
-@pytest.mark.parametrize(
-    ("weights", "named"), [("ema", "ema_0.9"), ("ema_0.9", "ema_0.9"), ("raw", "raw")]
-)
+@pytest.mark.parametrize(("weights", "named"), [("ema", "ema_0.9"), ("raw", "raw")])
 def test_the_weights_asked_for_are_those_exported(run, weights, named):
     export("run", "out", weights)
+    record, _ = read_exported("out")
     state = load_network("out").state_dict()
     expected = load("run", weights).network.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in state)
-    assert read_exported("out")[0]["weights"] == named
-
-
-def test_the_record_says_what_the_network_is_and_belongs_to(run):
-    export("run", "out")
-    record, _ = read_exported("out")
     model = small_digits(1)["model"]["init_args"]
     for name in ("network", "process", "parameterization", "image_shape"):
         assert record[name] == model[name]
-    assert (record["step"], record["library"]) == (9, f"lit-diffusion {__version__}")
+    library = f"lit-diffusion {__version__}"
+    assert (record["weights"], record["step"], record["library"]) == (named, 9, library)
 
 
 def test_a_checkpoint_of_another_sort_is_refused(run):
@@ -155,9 +149,7 @@ def test_a_file_that_is_no_published_one_is_refused_with_the_fault(dit, capsys, 
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(
-    "odd", ["num_heads=0", "num_heads=-2", "depth=1e30", "width=-8", "depth=x"]
-)
+@pytest.mark.parametrize("odd", ["num_heads=0", "depth=1e30", "width=-8", "depth=x"])
 def test_an_odd_argument_of_the_network_is_refused(dit, capsys, odd):
     assert call(f"{IMPORT} --network.num_heads=4 --network.{odd}") == 2
     err = capsys.readouterr().err

@@ -144,17 +144,17 @@ class Plateau(TinyModule):
 
 
 @pytest.mark.parametrize("when", [("epoch",), ("epoch", 2), ("step", 3)])
-@pytest.mark.parametrize("end", [3, 4, 8])
-def test_a_run_that_is_prolonged_has_the_lr_of_one_that_was_as_long(tmp_path, when, end):
+def test_a_run_that_is_prolonged_has_the_lr_of_one_that_was_as_long(tmp_path, when):
     """Where it ended with an epoch, Lightning has left the update of that out too."""
     options = {"limit_val_batches": 0}
     whole = logged_fit(tmp_path / "whole", 20, module=Plateau(*when), **options)
-    logged_fit(tmp_path, end, module=Plateau(*when), **options)
-    last = tmp_path / "last.ckpt"
-    again = logged_fit(tmp_path, 20, last, Plateau(*when), **options)
     assert whole.optimizers[0].param_groups[0]["lr"] < 0.1
-    assert_same_bits(again.optimizers[0].state_dict(), whole.optimizers[0].state_dict())
-    assert_same_bits(again.model.state_dict(), whole.model.state_dict())
+    for end in (3, 4, 8):
+        folder = tmp_path / str(end)
+        logged_fit(folder, end, module=Plateau(*when), **options)
+        again = logged_fit(folder, 20, folder / "last.ckpt", Plateau(*when), **options)
+        assert_same_bits(again.optimizers[0].state_dict(), whole.optimizers[0].state_dict())
+        assert_same_bits(again.model.state_dict(), whole.model.state_dict())
 
 
 LAST = Path("checkpoints/last.ckpt")
@@ -254,7 +254,7 @@ def training_steps(folder):
     return [row["step"] for row in read_rows(folder / "metrics.csv") if "train/loss" in row]
 
 
-@pytest.mark.parametrize("interval", [2, 3, 5])
+@pytest.mark.parametrize("interval", [3, 5])
 def test_another_interval_of_validation_at_a_resume_shifts_no_row(tmp_path, interval):
     options = {"check_val_every_n_epoch": None}
     logged_fit(tmp_path, 6, val_check_interval=2, **options)

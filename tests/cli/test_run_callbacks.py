@@ -4,6 +4,7 @@ import pytest
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from support.commands import call
+from support.tiny_run import tiny_config, write_config
 
 from lit_diffusion.callbacks import EMA, FiniteUpdates, RankWatch, SaveOnSignal
 from lit_diffusion.callbacks.progress import PlainProgress
@@ -17,7 +18,6 @@ from lit_diffusion.cli.run_callbacks import (
 )
 
 FOLDER = Path("runs/tiny/checkpoints")
-DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"
 
 
 def kinds(callbacks):
@@ -141,20 +141,22 @@ def test_of_two_of_a_class_none_is_meant():
         apply([*callbacks(), *callbacks()], "EMA.warmup=false")
 
 
-def test_callbacks_are_set_dropped_and_added_in_one_command(capsys):
+def test_callbacks_are_set_dropped_and_added_in_one_command(folder, capsys):
     """One that is added is set at once, as it may need its arguments to be parsed."""
+    fid = {"num_samples": 9, "extractor": "digits-cnn"}
+    specs = {"SampleGrid": {"num": 4}, "EMA": {}, "FIDEvaluation": fid}
+    specs = [{"class_path": name, "init_args": args} for name, args in specs.items()]
+    write_config(tiny_config(callbacks=specs))
     options = [
         "--trainer.callbacks+=EarlyStopping --trainer.callbacks.EarlyStopping.monitor=val/loss",
         "--trainer.callbacks.FIDEvaluation=null --trainer.callbacks.SampleGrid.num 10",
-        "--print_config",
+        "--trust support --print_config",
     ]
-    assert call(" ".join([f"fit --config {DIGITS}", *options])) == 0
+    assert call(" ".join(["fit --config tiny.yaml", *options])) == 0
     grid, ema, stopping = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
     assert grid["init_args"]["num"] == 10
     assert ema["class_path"] == "lit_diffusion.callbacks.EMA"
     assert stopping["init_args"]["monitor"] == "val/loss"
-
-
-def test_a_wrong_argument_is_a_mistake_as_any_other(capsys):
-    assert call(f"fit --config {DIGITS} --trainer.callbacks.EMA.decay=0.5") == 2
+    wrong = "--trust support --trainer.callbacks.EMA.decay=0.5"
+    assert call(f"fit --config tiny.yaml {wrong}") == 2
     assert "EMA has no argument 'decay'. Did you mean 'decays'?" in capsys.readouterr().err

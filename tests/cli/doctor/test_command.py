@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.commands import call
+from support.tiny_run import tiny_config, write_config
 
 from lit_diffusion.cli.doctor import checks
 from lit_diffusion.cli.doctor.checks import (
@@ -31,11 +32,13 @@ def _empty_folder(tmp_path, monkeypatch):
 
 
 def test_digits_yaml(capfd):
-    assert call(f"doctor {DIGITS} --trainer.max_steps=600 {NARROW}") == 0
+    options = f"{NARROW} --trainer.max_steps=600 --data.init_args.batch_size=8"
+    assert call(f"doctor {DIGITS} {options}") == 0
     printed = capfd.readouterr()
     lines = printed.out.splitlines()
     assert all(line.split()[0] in ("note", "OK") for line in lines[:-2])
-    assert any("600 optimizer steps of 64 images" in line for line in lines)
+    assert any("600 optimizer steps of 8 images" in line for line in lines)
+    assert any("measured on" in line for line in lines)
     assert lines[-1] == "0 problem(s), 0 warning(s)"
     assert printed.err == ""
     assert list(Path().iterdir()) == []
@@ -71,7 +74,8 @@ def test_a_check_that_fails_leaves_the_others(monkeypatch):
         raise KeyError("x")
 
     monkeypatch.setattr(checks, "CHECKS", (check_nothing, checks.check_length))
-    broken, length = list(examine(["--config", DIGITS, NARROW], seconds=0.0))
+    config = str(write_config(tiny_config()))
+    broken, length = examine(["--config", config, "--trust", "support"], seconds=0.0)
     assert (broken.level, broken.topic) == (Level.PROBLEM, "check_nothing")
     assert length.topic == "length"
 
