@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -33,6 +33,7 @@ from lit_diffusion.callbacks.slurm import job_id
 from lit_diffusion.checkpoints.averages import average_names
 from lit_diffusion.checkpoints.loading import (
     check_codec_folder,
+    instantiate,
     list_mismatches,
     model_spec,
     refuse_other_dtypes,
@@ -177,7 +178,9 @@ class RunCLI(LightningCLI):
 
         Replaces Lightning's method, which would parse the model of the checkpoint after the config.
         """
-        _inherit_num_classes(self.config[self.request.command]["model"])
+        settings = self.config[self.request.command]
+        _take_from_data(settings["model"], settings["data"], self.request.trust)
+        _inherit_num_classes(settings["model"])
         # The parser has validated the config, which takes most of the time of Lightning's own dump.
         text = self.parser.dump(self.config, skip_unset=False, skip_validation=True)
         self.config_dump = yaml.safe_load(text)[self.request.command]
@@ -384,6 +387,25 @@ def _rewrite_nested_null(option: str) -> str:
     match = re.fullmatch(r"(--(?:model|data)\.[\w.]+)\.(\w+)=(?:null|~)", option)
     parent = match[1].replace(".init_args", "") if match else ""
     return f'{parent}={{"{match[2]}": null}}' if match and "." in parent else option
+
+
+def _take_from_data(model: Any, data: Any, trust: Sequence[str]) -> None:
+    """Replace `image_shape` and `num_classes` of a module that are "data" by those of the data.
+
+    Raises:
+        ValueError: if there are no data, or they lack the value.
+    """
+    arguments = getattr(model, "init_args", None) or {}
+    names = [name for name in ("image_shape", "num_classes") if arguments.get(name) == "data"]
+    if not names:
+        return
+    if data is None:
+        raise ValueError(f"model.{names[0]} is that of the data, and the config names no data.")
+    built = instantiate(data.as_dict(), LightningDataModule, trust, "data")
+    for name in names:
+        if not hasattr(built, name):
+            raise ValueError(f"model.{name} is 'data', and {data.class_path} has no {name}.")
+        arguments[name] = getattr(built, name)
 
 
 def _inherit_num_classes(model: Any) -> None:
