@@ -819,11 +819,9 @@ def test_averages_of_parameters_that_are_frozen_again_after_a_resume_wait_for_th
         fit(path, module, StepSeed(0), ema, saves, ckpt_path=ckpt_path, **options)
         return ema.state_dict()
 
-    whole = run(tmp_path / "whole", 4)
+    whole, saved = run(tmp_path / "whole", 3), tmp_path / "whole" / "epoch=1.ckpt"
     assert "inner.0.weight" in whole["steps"]
-    for epoch in (0, 2):
-        saved = tmp_path / "whole" / f"epoch={epoch}.ckpt"
-        assert_same_bits(run(tmp_path / f"{epoch}", 4, saved), whole)
+    assert_same_bits(run(tmp_path / "resumed", 3, saved), whole)
     # Saved again before the layer is trained again, its averages are still there.
     ema = EMA((DECAY,))
 
@@ -831,7 +829,7 @@ def test_averages_of_parameters_that_are_frozen_again_after_a_resume_wait_for_th
         def on_train_start(self, trainer, pl_module):
             trainer.save_checkpoint(tmp_path / "early.ckpt")
 
-    fit(tmp_path, Thaws(), ema, SavesFirst(), ckpt_path=saved, max_epochs=4)
+    fit(tmp_path, Thaws(), ema, SavesFirst(), ckpt_path=saved, max_epochs=3)
     early = torch.load(tmp_path / "early.ckpt", weights_only=True)["callbacks"][ema.state_key]
     stored = torch.load(saved, weights_only=True)["callbacks"][ema.state_key]
     assert early["steps"] == stored["steps"]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -473,27 +472,12 @@ def test_an_unknown_length_is_refused_before_the_first_step(tmp_path, module, op
     assert module.visible == []
 
 
-@pytest.mark.parametrize(
-    ("scheduling", "options", "total"),
-    [
-        ({0: 1, 1: 2, 3: 9}, {"max_epochs": 4}, 5 + 3 + 3 + 1),
-        ({0: 1, 1: 2}, {"max_epochs": 4, "max_steps": 7}, 7),
-        ({0: 1, 1: 2}, {"max_epochs": -1, "max_steps": 7}, 7),
-    ],
-)
-def test_accumulation_that_changes_with_the_epochs_is_counted(tmp_path, scheduling, options, total):
-    module, uneven = Recorded(), GradientAccumulationScheduler(scheduling)
-    trainer = fit(tmp_path, module, MomentumDecay(), uneven, batches=loader(40, 8), **options)
-    assert trainer.global_step == total
-    assert first_group(module) == expected(range(total), total)
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     """After 3 of 8 steps."""
-    module, saves = Recorded(), ModelCheckpoint(tmp_path, "{step}", save_top_k=-1)
-    fit(tmp_path, module, MomentumDecay(), saves, enable_checkpointing=True)
-    return tmp_path / "step=3.ckpt"
+    trainer = fit(tmp_path, Recorded(), MomentumDecay(STEPS), max_epochs=3)
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    return tmp_path / "c.ckpt"
 
 
 def resume(folder, checkpoint, decay, **options):

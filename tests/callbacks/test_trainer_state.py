@@ -1,8 +1,10 @@
 import inspect
+from contextlib import suppress
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -82,16 +84,21 @@ def test_batches_whose_gradients_wait_that_validation_follows_and_that_are_the_l
 
 
 @pytest.mark.parametrize(
-    ("options", "total"),
+    ("options", "scheduling", "total"),
     [
-        ({"max_steps": 7, "max_epochs": None}, 7),
-        ({"max_steps": 7, "max_epochs": 1}, 5),
-        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4),
-        ({"max_epochs": 2, "limit_train_batches": 2}, 4),
+        ({"max_steps": 7, "max_epochs": None}, {}, 7),
+        ({"max_steps": 7, "max_epochs": 1}, {}, 5),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, {}, 4),
+        ({"max_epochs": 2, "limit_train_batches": 2}, {}, 4),
+        ({"max_epochs": 4}, {0: 1, 1: 2, 3: 9}, 5 + 3 + 3 + 1),
+        ({"max_epochs": 4, "max_steps": 7}, {0: 1, 1: 2}, 7),
+        ({"max_epochs": -1, "max_steps": 7}, {0: 1, 1: 2}, 7),
     ],
 )
-def test_the_total_is_the_number_of_steps_that_the_run_takes(tmp_path, options, total):
-    trainer = make_trainer(tmp_path, **options)
+def test_the_total_is_the_number_of_steps_that_the_run_takes(tmp_path, options, scheduling, total):
+    """Also where the number of batches that are accumulated changes with the epochs."""
+    schedulers = [GradientAccumulationScheduler(scheduling)] if scheduling else []
+    trainer = make_trainer(tmp_path, *schedulers, **options)
     trainer.fit(PlainModule(), loader(40))
     assert trainer_state.total_steps(trainer) == trainer.global_step == total
 
@@ -124,12 +131,10 @@ def test_each_part_has_its_own_mode_back_after_an_exception_too():
     module = PlainModule().train()
     module.inner[1].eval()
     modes = [part.training for part in module.modules()]
-    try:
-        with eval_mode(module):
-            assert not any(part.training for part in module.modules())
-            raise KeyError
-    except KeyError:
-        assert [part.training for part in module.modules()] == modes
+    with suppress(KeyError), eval_mode(module):
+        assert not any(part.training for part in module.modules())
+        raise KeyError
+    assert [part.training for part in module.modules()] == modes
 
 
 # Strategies
