@@ -17,7 +17,6 @@ from lit_diffusion.callbacks import (
 from lit_diffusion.callbacks.curriculum import (
     clts_density,
     clts_gamma,
-    importance_weight,
     total_variation,
 )
 from lit_diffusion.lab.shifting_gaussian import ShiftingGaussian
@@ -72,16 +71,6 @@ def test_the_share_of_the_gaussian_is_gamma_if_truncated_and_less_if_mixed():
         share = (by_mixing @ gaussian / (gaussian @ gaussian)).item()
         close(by_mixing, share * gaussian, rtol=1e-9, atol=1e-15)
         assert share == pytest.approx(mixed, abs=0.005)
-
-
-def test_distance_from_uniform_is_the_share_that_falls_elsewhere():
-    assert total_variation(torch.ones(5)) == 0
-    assert total_variation(torch.tensor([0.0, 8.0, 0.0, 0.0])) == 0.75
-
-
-def test_the_importance_weight_undoes_any_density():
-    density = torch.rand(30).double() + 0.01
-    close(importance_weight(density) * density / density.sum(), torch.full((30,), 1 / 30))
 
 
 def test_the_shifting_gaussian_goes_from_the_noisiest_level_to_the_cleanest_and_stays():

@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from support.memory_logger import MemoryLogger
 from support.plain_module import (
     PlainModule,
@@ -677,11 +676,13 @@ def checkpoint(tmp_path):
     return tmp_path / "c.ckpt"
 
 
-def test_validation_from_a_checkpoint_uses_its_averages(tmp_path, checkpoint):
+def test_evaluations_from_a_checkpoint_use_its_averages_and_a_fit_goes_on_from_them(
+    tmp_path, checkpoint
+):
     stored = torch.load(checkpoint, weights_only=True)
-    module, spy = PlainModule(), Spy()
+    module, spy, ema, watch = PlainModule(), Spy(), EMA((DECAY,), warmup=False), Watch()
     for run in ("validate", "test", "predict"):
-        trainer = make_trainer(tmp_path, EMA((DECAY,)), spy)
+        trainer = make_trainer(tmp_path, ema, spy)
         getattr(trainer, run)(module, loader(), ckpt_path=checkpoint)
         assert_same_bits(dict(module.state_dict()), dict(stored["state_dict"]))
     average = {
@@ -690,6 +691,9 @@ def test_validation_from_a_checkpoint_uses_its_averages(tmp_path, checkpoint):
     assert len(spy.weights) == 12
     for weights in spy.weights:
         assert_same_bits(weights, average)
+    fit(tmp_path, module, ema, watch)
+    watch.history[0] = average
+    assert_close(shadows(ema), watch.average(DECAY, warmup=False))
 
 
 @pytest.mark.parametrize("weights_only", [True, False])
@@ -789,15 +793,6 @@ def test_searches_for_the_lr_leave_no_trace_in_the_average(tmp_path):
     assert_close(shadows(ema), watch.average(DECAY))
 
 
-def test_averages_read_for_validation_go_on_in_a_fit(tmp_path, checkpoint):
-    ema, watch, module = EMA((DECAY,), warmup=False), Watch(), PlainModule()
-    make_trainer(tmp_path, ema).validate(module, loader(), ckpt_path=checkpoint)
-    start = copy.deepcopy(shadows(ema))
-    fit(tmp_path, module, ema, watch)
-    watch.history[0] = {k: v.double() for k, v in start.items()}
-    assert_close(shadows(ema), watch.average(DECAY, warmup=False))
-
-
 def test_averages_of_parameters_that_are_frozen_again_after_a_resume_wait_for_them(tmp_path):
     class Thaws(PlainModule):
         """Its first layer is frozen at the start and trained from the second epoch on."""
@@ -862,15 +857,6 @@ def test_a_weights_only_checkpoint_callback_is_warned_of(tmp_path):
     saves = ModelCheckpoint(tmp_path, save_weights_only=True)
     with pytest.warns(UserWarning, match="raw weights only"):
         fit(tmp_path, PlainModule(), EMA(), saves, enable_checkpointing=True)
-
-
-def test_a_strategy_that_restores_in_its_own_way_is_refused_by_evaluations_too(tmp_path):
-    class Shards(SingleDeviceStrategy):
-        restore_checkpoint_after_setup = True
-
-    trainer = make_trainer(tmp_path, EMA(), strategy=Shards("cpu"))
-    with pytest.raises(ValueError, match="EMA does not support Shards"):
-        trainer.validate(PlainModule(), loader())
 
 
 def test_steps_that_torch_makes_up_for_an_optimizers_state_do_not_count(tmp_path):

@@ -178,8 +178,6 @@ NAN = math.nan
 @pytest.mark.parametrize(
     ("outputs", "text"),
     [
-        ({}, r"rank 0\)\. "),
-        ({"per_sample_loss": torch.tensor([1.0, NAN])}, r": sample 1\. "),
         (
             {"per_sample_loss": torch.tensor([1.0, math.inf]), "u": torch.tensor([0.1, 1.0])},
             r": sample 1 at u = 1\.000 \(train/loss_q3\)\. ",

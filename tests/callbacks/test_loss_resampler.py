@@ -228,7 +228,6 @@ def without(*names):
             r"'u': \(B,\).* Returns returned tensors of shape \{'loss': \(\)",
         ),
         (without("u"), r"shape \{'loss': \(\), 'per_sample_loss': \(8,\)\}; add them"),
-        (without("per_sample_loss"), r"'u': \(8,\)\}; add them"),
         (lambda out: {**out, "per_sample_loss": out["loss"]}, r"'per_sample_loss': \(\)"),
         (lambda out: {**out, "u": out["u"][:, None]}, r"'u': \(8, 1\)"),
         (lambda out: {**out, "u": 1000 * out["u"]}, r"return u in \[0, 1\], got .*; divide"),

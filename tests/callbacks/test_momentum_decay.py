@@ -510,26 +510,23 @@ def test_on_resume_none_keeps_the_length_of_the_checkpoint_and_warns_of_another(
     assert first_group(module) == expected(range(3, 8), 8)
 
 
+class SavesFirst(Recorded):
+    def on_fit_start(self):
+        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/early.ckpt")
+
+
 def test_the_length_goes_on_through_several_resumes_and_saves_before_the_first_step(
     tmp_path, checkpoint
 ):
-    class SavesFirst(PlainModule):
-        def on_fit_start(self):
-            self.trainer.save_checkpoint(tmp_path / "early.ckpt")
-
     decay = MomentumDecay()
     with pytest.warns(UserWarning, match="has 8, this run 4"):
-        fit(tmp_path, SavesFirst(optimizer=ADAM), decay, ckpt_path=checkpoint, max_epochs=4)
+        fit(tmp_path, SavesFirst(), decay, ckpt_path=checkpoint, max_epochs=4)
     early = torch.load(tmp_path / "early.ckpt", weights_only=True)["callbacks"]
     assert early[decay.state_key] == {"total_steps": 8, "steps": [3]}
     assert decay.state_dict() == {"total_steps": 8, "steps": [4]}
 
 
 def test_a_callback_can_serve_another_run_and_keeps_nothing_of_the_last(tmp_path):
-    class SavesFirst(Recorded):
-        def on_fit_start(self):
-            self.trainer.save_checkpoint(tmp_path / "early.ckpt")
-
     module, decay = SavesFirst(), MomentumDecay()
     fit(tmp_path, Recorded(), decay)
     fit(tmp_path, module, decay, max_epochs=3)

@@ -169,8 +169,9 @@ def test_each_callback_that_follows_optimizers_refuses_a_strange_strategy(tmp_pa
         restore_checkpoint_after_setup = True
 
     trainer = make_trainer(tmp_path, callback(), strategy=Strange("cpu"))
-    with pytest.raises(ValueError, match=f"{callback.__name__} does not support Strange"):
-        trainer.fit(PlainModule(), loader())
+    for run in (trainer.fit, trainer.validate)[: 1 + (callback is EMA)]:
+        with pytest.raises(ValueError, match=f"{callback.__name__} does not support Strange"):
+            run(PlainModule(), loader())
 
 
 class SplitByHand(PlainModule):
