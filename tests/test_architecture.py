@@ -6,9 +6,9 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [*(ROOT / "lit_diffusion").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")]
@@ -113,9 +113,19 @@ def rule_of(name: str) -> str | None:
     return max(fitting, key=len, default=None)
 
 
-def imports_of(file: Path) -> set[str]:
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(parsed(file)))
+
+
+def imports_among(nodes: Iterable[ast.AST], file: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -137,19 +147,12 @@ def is_allowed(imported: str, ours: set[str], others: set[str]) -> bool:
     return top in others | {"torch"} or top in sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=name_of)
-def test_files_import_only_what_their_place_allows(file):
-    rule = rule_of(name_of(file))
-    assert rule is not None, "a file without a rule: add its room to MAY_IMPORT"
-    wrong = {i for i in imports_of(file) if not is_allowed(i, *MAY_IMPORT[rule])}
-    assert wrong == set()
-
-
-def test_the_library_and_the_command_line_never_import_the_lab():
+def test_files_import_only_what_their_place_allows():
     for file in SOURCES:
-        if not name_of(file).startswith("lab."):
-            lab = {i for i in imports_of(file) if f"{i}.".startswith(f"{OURS}.lab.")}
-            assert lab == set(), file
+        rule = rule_of(name_of(file))
+        assert rule is not None, f"{file} is without a rule: add its room to MAY_IMPORT"
+        imports = imports_among(nodes_of(file), file)
+        assert {i for i in imports if not is_allowed(i, *MAY_IMPORT[rule])} == set(), file
 
 
 def test_what_the_lab_alone_needs_is_its_extra_and_imported_nowhere_else_at_import_time():
@@ -165,17 +168,8 @@ def test_what_the_lab_alone_needs_is_its_extra_and_imported_nowhere_else_at_impo
     assert not extras["lab"] & packages(setup["options"]["install_requires"])
     for file in SOURCES:
         if not name_of(file).startswith("lab."):
-            top = {
-                alias.name
-                for node in ast.parse(file.read_text()).body
-                for alias in getattr(node, "names", ())
-            }
-            modules = {
-                node.module
-                for node in ast.parse(file.read_text()).body
-                if isinstance(node, ast.ImportFrom)
-            }
-            assert not {str(name).split(".")[0] for name in top | modules} & LAB_EXTRA, file
+            imports = imports_among(parsed(file).body, file)
+            assert not {name.split(".")[0] for name in imports} & LAB_EXTRA, file
 
 
 def test_the_top_level_holds_only_what_a_researcher_comes_for():
@@ -205,7 +199,7 @@ def test_only_regular_files_are_read():
         (f"{name_of(file)}.{node.name}", node)
         for file in SOURCES
         if name_of(file) not in {"files", *UNCHECKED_READS}
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes_of(file)
         if isinstance(node, ast.FunctionDef)
     ]
     reading = [(n, node) for n, node in functions if any(map(reads_a_file, ast.walk(node)))]
@@ -240,7 +234,7 @@ def test_private_names_of_others_are_used_in_their_file_alone():
 def test_callbacks_ask_for_classes_of_lightnings_by_isinstance_lightning():
     """`isinstance` would miss those of pytorch_lightning."""
     for file in (ROOT / "callbacks").rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(file.read_text())))
+        nodes = nodes_of(file)
         imports = [n for n in nodes if isinstance(n, ast.ImportFrom)]
         lightnings = {a.name for n in imports if n.module.startswith("lightning") for a in n.names}
         calls = [n for n in nodes if isinstance(n, ast.Call) and len(n.args) == 2]
@@ -253,7 +247,7 @@ def test_callbacks_ask_for_classes_of_lightnings_by_isinstance_lightning():
 
 def foreign_private(file: Path) -> list[str]:
     """Lines with a private attribute that the file does not define, or a private import."""
-    nodes = list(ast.walk(ast.parse(file.read_text())))
+    nodes = nodes_of(file)
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     defined = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
     defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -277,7 +271,7 @@ def test_no_two_public_classes_have_one_name():
     names = Counter(
         node.name
         for file in SOURCES
-        for node in ast.parse(file.read_text()).body
+        for node in parsed(file).body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
