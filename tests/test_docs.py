@@ -114,6 +114,7 @@ def test_python_runs_as_shown(key, monkeypatch, tmp_path):
         if f"from {library}" in PYTHON[key]:
             pytest.importorskip(library, reason="pip install -e '.[diffusers]'")
     code = PYTHON[key].replace("max_steps=2000", "max_steps=2").replace("500_000", "5")
+    code = code.replace("DPMSolverPP(steps=20)", "DPMSolverPP(steps=2)")
     names = run(code, monkeypatch, tmp_path)
     if "images" in names:
         assert names["images"].shape == (64, 1, 8, 8)

@@ -1,14 +1,11 @@
 """Every shipped strategy fits its protocol: for jsonargparse, which loads it from YAML, and so for
 mypy."""
 
-from inspect import signature
-
 import pytest
 import torch
 from jsonargparse import ArgumentParser
 
 from lit_diffusion import protocols
-from lit_diffusion.networks.unet import UNet
 from lit_diffusion.protocols import NonFiniteSamples, by_part
 
 VELOCITY = "lit_diffusion.parameterizations.Velocity"
@@ -97,17 +94,6 @@ def test_a_class_that_does_not_fit_is_refused():
         parser.parse_object({"strategy": {"class_path": VELOCITY}})
 
 
-@pytest.mark.parametrize("output_factor", [1, 2])
-@pytest.mark.parametrize("num_classes", [None, 4])
-def test_the_unet_is_a_network(output_factor, num_classes):
-    network = UNet(3, 3 * output_factor, 8, (1, 2), 1, num_classes=num_classes, norm_groups=4)
-    condition = None if num_classes is None else torch.tensor([3, -1])
-    wanted = signature(protocols.Network.forward).bind(network, torch.ones(2, 3, 8, 8), 0, None)
-    signature(UNet.forward).bind(*wanted.args)
-    output = network.forward(torch.ones(2, 3, 8, 8), torch.zeros(2), condition)
-    assert output.shape == (2, 3 * output_factor, 8, 8)
-
-
 def test_functions_apply_to_conditions_of_one_part_or_several():
     rows, mask = torch.arange(4.0).view(2, 2), torch.tensor([True, False])
     assert torch.equal(by_part(torch.neg, rows), -rows)
@@ -118,8 +104,4 @@ def test_functions_apply_to_conditions_of_one_part_or_several():
 def test_non_finite_samples_name_seeds_step_and_noise_level():
     error = NonFiniteSamples(range(20), 1234, "t = 40")
     assert error.seeds == list(range(20))
-    assert str(error).startswith(
-        "20 samples are not finite after 1234 optimizer steps, from t = 40 on (seeds 0, 1, 2, "
-    )
-    error = NonFiniteSamples([3, 9], None, "t = 40")
-    assert str(error).startswith("2 samples are not finite, from t = 40 on (seeds 3, 9); ")
+    assert all(words in str(error) for words in ("20 samples", "1234", "t = 40", "seeds 0, 1, 2"))

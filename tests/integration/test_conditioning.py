@@ -92,32 +92,17 @@ def mean_loss(module, condition):
 def test_a_condition_of_two_parts_is_trained_dropped_validated_and_generated_from(tmp_path):
     module = captioned()
     callbacks = [NoiseLevelLoss(2), SampleGrid(2), EMA((0.9,))]
-    trainer = make_trainer(tmp_path, *callbacks, max_epochs=20, num_sanity_val_steps=0)
+    trainer = make_trainer(tmp_path, *callbacks, max_epochs=20, check_val_every_n_epoch=20)
     trainer.fit(module, loader(), loader())
     assert trainer.callback_metrics["val/loss"].isfinite()
     assert trainer.callback_metrics["val/loss_u0.25"].isfinite()
     trained = torch.cat([mask for mask in module.network.present if len(mask) == 8])
     assert 0 < (~trained).sum() < len(trained)
     condition = Captions().for_seeds(range(24))
-    with_captions, without = (
-        mean_loss(module, condition),
-        mean_loss(module, Captions().null(condition)),
-    )
-    assert with_captions < 0.9 * without
+    assert mean_loss(module, condition) < 0.9 * mean_loss(module, Captions().null(condition))
     images = module.generate(range(4))
     assert images.shape == (4, 1, 8, 8)
     assert torch.equal(images, module.generate(range(4), Captions().for_seeds(range(4))))
-
-
-def test_guidance_leaves_a_condition_of_two_parts_out():
-    conditions = Captions().for_seeds(range(3))
-    none = Captions().null(conditions)
-    plain, free = captioned(), captioned(guidance=ClassifierFree(0.0))
-    assert torch.equal(free.generate(range(3), conditions), plain.generate(range(3), none))
-    strong = captioned(guidance=ClassifierFree(4.0))
-    assert not torch.equal(strong.generate(range(3)), plain.generate(range(3)))
-    assert [len(mask) for mask in strong.network.present] == [6] * 3
-    assert strong.network.present[0].tolist() == [True] * 3 + [False] * 3
 
 
 @pytest.mark.gpu

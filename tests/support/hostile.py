@@ -50,8 +50,8 @@ def call(*args, **kwargs): ...
 class Call:
     """Pickled as a call of a function."""
 
-    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
-        self.call = (function, args) if state is None else (function, args, state)
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
 
     def __reduce__(self) -> Any:
         return self.call

@@ -63,8 +63,6 @@ def cuts() -> Iterator[Case]:
         "empty": lambda: cut(LAST, 0),
         "half": lambda: cut(LAST, 0.5),
         "without its end": lambda: os.truncate(LAST, LAST.stat().st_size - 22),
-        "without its last byte": lambda: os.truncate(LAST, LAST.stat().st_size - 1),
-        "text": lambda: LAST.write_text("state_dict: {}\n"),
         "random bytes": lambda: LAST.write_bytes(random.Random(0).randbytes(10**5)),
         "a PNG": lambda: shutil.copy("images/0.png", LAST),
     }
@@ -133,26 +131,21 @@ def replace_weight(make: Callable[[torch.Tensor], Any], raw: bool = True, averag
 
 FORGED: dict[str, Callable[[torch.Tensor], Any]] = {
     "transposed": lambda w: w.transpose(0, 1),
-    "empty": lambda w: w[:0],
     "wider": lambda w: torch.cat([w, w]),
-    "one more dimension": lambda w: w[None],
     "a huge view of one number": lambda w: torch.zeros(()).expand(10**6, 10**6),
     "int64": lambda w: w.long(),
-    "complex64": lambda w: w + 1j,
     "sparse": lambda w: w.to_sparse(),
     "meta": lambda w: w.to("meta"),
     "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
     "nested": lambda w: torch.nested.nested_tensor([w.flatten(), w.flatten()[:3]]),
     "text": lambda w: "weight",
     "numpy": lambda w: w.numpy(),
-    "a storage": lambda w: w.untyped_storage(),
 }
 NAMES: dict[str, Callable[[dict, str], Any]] = {
     "missing": lambda state, name: state.pop(name),
     "extra": lambda state, name: state.update(more=torch.zeros(2)),
     "renamed": lambda state, name: state.update({"module." + name: state.pop(name)}),
     "number for a name": lambda state, name: state.update({7: state.pop(name)}),
-    "none at all": lambda state, name: state.clear(),
 }
 
 
@@ -188,14 +181,11 @@ KEYS = {
 }
 WRONG: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
-    "text": lambda: "text",
     "negative": lambda: -1,
     "nan": lambda: float("nan"),
-    "a list": lambda: [1, {"a": None}],
     "a dict": lambda: {"a": {"b": [1]}},
     "numbers for names": lambda: {1: 2, None: 3},
     "a tensor": lambda: torch.zeros(3),
-    "huge": lambda: 10**400,
 }
 
 
@@ -272,7 +262,6 @@ REBUILT = "_rebuild_tensor_v2", _storage
 LYING = {
     "10^12 elements": rebuilt(*REBUILT, 0, (10**12,), (1,), False, HOOKS),
     "an offset": rebuilt(*REBUILT, 10**9, (4,), (1,), False, HOOKS),
-    "huge stride": rebuilt(*REBUILT, 0, (4, 4), (2**62, 1), False, HOOKS),
     "sparse": rebuilt(
         "_rebuild_sparse_tensor",
         torch.sparse_coo,
@@ -283,9 +272,7 @@ LYING = {
 }
 SIZES = {
     "model_channels": 10**9,
-    "channel_mult": [1] * 10**4,
     "num_classes": 10**12,
-    "num_res_blocks": 10**9,
 }
 
 
@@ -347,14 +334,9 @@ def _pickle_bomb() -> None:
 GADGETS: dict[str, Callable[[], Any]] = {
     "os.system": lambda: Call(os.system, TOUCH),
     "eval": lambda: Call(eval, WRITE),
-    "open": lambda: Call(open, f"../{CANARY}", "w"),
     "getattr": lambda: Call(getattr, Call(__import__, "os"), "system"),
-    "__import__": lambda: Call(__import__, "stranger"),
     "partial": lambda: functools.partial(os.system, TOUCH),
     "runpy": lambda: Call(__import__("runpy").run_path, "strangers/stranger.py"),
-    "torch.load": lambda: Call(torch.load, "evil.pt"),
-    "torch.hub": lambda: Call(torch.hub.load, "somebody/something", "model"),
-    "os.remove": lambda: Call(os.remove, "small.yaml"),
     "rebuild of a call": lambda: Call(
         torch._utils._rebuild_parameter_with_state, torch.zeros(1), False, HOOKS, {"__class__": 1}
     ),
@@ -366,7 +348,6 @@ GADGETS: dict[str, Callable[[], Any]] = {
         *(os.system, torch.float32, (1,), (1,), 0, torch.strided, "cpu", False),
     ),
     "a module": lambda: torch.nn.Linear(2, 2),
-    "a device with state": lambda: Call(torch.device, "cpu", state={"a": 1}),
 }
 
 
@@ -390,11 +371,10 @@ def code() -> Iterator[Case]:
 
 
 PATHS = (
-    *("os.system", "builtins.eval", "subprocess.Popen", "stranger.Net", "torch.hub.load"),
+    *("os.system", "stranger.Net", "torch.hub.load"),
     *("torch.nn.modules.module.torch.os.system", "torch.utils.cpp_extension.load"),
     *("lit_diffusion.cli.main.main", "lit_diffusion.checkpoints.saving.pickle.loads"),
-    *("lightning.pytorch.cli.LightningCLI", "lit_diffusion.data.cifar10.Source"),
-    *("", "..", "torch.nn", "no.such.module", "\x00", "lit_diffusion", "../stranger.Net"),
+    *("", "torch.nn", "no.such.module", "\x00", "../stranger.Net"),
 )
 SLOTS = ("network", "process", "solver", "optimizer", "parameterization", "_class_path")
 

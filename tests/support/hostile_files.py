@@ -61,20 +61,16 @@ def cases() -> Iterator[Case]:
 # Images
 
 
-def png(width: int, height: int, data: bytes, depth: int = 8, colour: int = 0) -> bytes:
-    """A PNG file of any header."""
-    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+def png(width: int, height: int, data: bytes) -> bytes:
+    """A grey PNG file that says it has this size."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(itertools.starmap(chunk, chunks))
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(content))
-        + kind
-        + content
-        + struct.pack(">I", zlib.crc32(kind + content))
-    )
+    size, check = len(content), zlib.crc32(kind + content)
+    return struct.pack(">I", size) + kind + content + struct.pack(">I", check)
 
 
 def bomb(side: int) -> bytes:
@@ -86,9 +82,8 @@ def bomb(side: int) -> bytes:
 def text_bomb() -> bytes:
     """A comment of 200 MB in a small file."""
     good = png(8, 8, zlib.compress(bytes(72)))
-    return (
-        good[:33] + chunk(b"zTXt", b"comment\0\0" + zlib.compress(bytes(2 * 10**8), 9)) + good[33:]
-    )
+    comment = chunk(b"zTXt", b"comment\0\0" + zlib.compress(bytes(2 * 10**8), 9))
+    return good[:33] + comment + good[33:]
 
 
 def picture(mode: str, size: tuple[int, int] = (8, 8), ending: str = "png") -> None:
@@ -96,8 +91,8 @@ def picture(mode: str, size: tuple[int, int] = (8, 8), ending: str = "png") -> N
     Image.new(mode, size).save(ODD.with_suffix(f".{ending}"))
 
 
-def png_of(width: int, height: int, size: int, **header: int) -> Callable[[], Any]:
-    return lambda: ODD.write_bytes(png(width, height, zlib.compress(bytes(size)), **header))
+def png_of(width: int, height: int, size: int) -> Callable[[], Any]:
+    return lambda: ODD.write_bytes(png(width, height, zlib.compress(bytes(size))))
 
 
 PICTURES: dict[str, Callable[[], Any]] = {
@@ -106,15 +101,11 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "a pickle": lambda: ODD.write_bytes(EVIL),
     "cut at 50%": lambda: cut(ODD, 0.5),
     "a JPEG, cut": lambda: (picture("L", (64, 64), "jpg"), cut(Path("images/3.jpg"), 0.5)),
-    "0x8": png_of(0, 8, 8),
     "1x1": png_of(1, 1, 2),
     "huge header": png_of(2**31 - 1, 2**31 - 1, 99),
-    "wrong depth": png_of(8, 8, 72, depth=5),
-    "no zlib": lambda: ODD.write_bytes(png(8, 8, b"no zlib at all")),
     "a bomb": lambda: ODD.write_bytes(bomb(20_000)),
     "a text bomb": lambda: ODD.write_bytes(text_bomb()),
     "RGBA": lambda: picture("RGBA"),
-    "16 bit": lambda: picture("I;16"),
     "colour among grey": lambda: picture("RGB"),
     "no folder": lambda: shutil.rmtree("images"),
     "a file for the folder": lambda: (shutil.rmtree("images"), Path("images").write_text("x")),
@@ -196,10 +187,8 @@ ARRAYS: dict[str, Callable[[], Any]] = {
     "objects": npz(np.array([Call(os.system, TOUCH)])),
     "no arr_0": npz(GREY, "images"),
     "no images": npz(GREY[:0]),
-    "one image": npz(GREY[:1]),
     "cut": lambda: (np.savez(REAL, arr_0=GREY), cut(REAL, 0.6)),
     "10^12 images": shape(f"({10**12}, 8, 8, 1)"),
-    "a shape of text": shape("('a', 8, 8, 1)"),
     "code for a header": lying(f"__import__('os').system('touch ../{CANARY}')"),
     "a dtype of objects": shape("(8, 8, 8, 1)", "|O"),
     "not there": lambda: None,
@@ -326,16 +315,12 @@ def cell(column: str, value: str) -> Callable[[str], str]:
 
 LINES: dict[str, Callable[[str], str | bytes]] = {
     "no JSON": lambda text: text + "no json\n",
-    "half a line amid": lambda text: text[: len(text) // 3] + "\n" + text,
     "a list": lambda text: text + "[1, 2]\n",
-    "an empty record": lambda text: text + "{}\n",
     "deep": lambda text: text + "[" * 10**5 + "\n",
     "a huge number": lambda text: text + '{"metric": "val/fid_16", "step": ' + "9" * 5000 + "}\n",
     "step is text": line(step="four"),
     "step is nan": line(step=float("nan")),
     "value is text": line(value="good"),
-    "value is huge": line(value=1e400),
-    "metric is a list": line(metric=[1]),
     "seeds is empty": line(seeds=[]),
     "HTML": line(metric="<script>alert(1)</script>fid", protocol="<img src=x onerror=alert(1)>"),
 }
@@ -345,13 +330,11 @@ ROWS: dict[str, Callable[[str], str | bytes]] = {
     "step is text": cell("step", "four"),
     "step is huge": cell("step", "9" * 5000),
     "too many cells": lambda text: text + ",".join("1" * 40) + "\n",
-    "a huge field": lambda text: text + '"' + "x" * 200_000 + '"\n',
     "step twice": lambda text: text.replace("step,", "step,step,", 1),
     "empty": lambda text: "",
 }
 CONFIGS: dict[str, Callable[[str], str | bytes]] = {
     "empty": lambda text: "",
-    "cut": lambda text: text[: len(text) // 2],
     "python": lambda text: f'{text}\nmore: !!python/object/apply:os.system ["{TOUCH}"]\n',
     "os.system": lambda text: text.replace("lit_diffusion.networks.unet.UNet", "os.system"),
     "stranger": lambda text: text.replace("lit_diffusion.data.digits.Digits", "stranger.Net"),
