@@ -32,6 +32,8 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(TypeError), atomic_write(path) as file:
+        file.write("no bytes")
     with pytest.raises(OSError, match=r"No space left on device: '.*notes\.txt'"):
         atomic_write_text(path, "two")
     assert path.read_text() == "one"
@@ -108,24 +110,19 @@ def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
     Path("zero").symlink_to("/dev/zero")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket")
-        for name, kind in (
-            ("pipe", "pipe"),
-            ("zero", "device"),
-            ("socket", "socket"),
-            (".", "fold"),
-        ):
+        kinds = {"pipe": "pipe", "zero": "device", "socket": "socket", ".": "fold"}
+        for name, kind in kinds.items():
             with pytest.raises(ValueError, match=f"{name} is no regular file, but a {kind}"):
                 check_regular(name)
             with pytest.raises(ValueError, match="no regular file"), checked_read(name, "text"):
                 raise AssertionError
+            with pytest.raises(ValueError, match="no regular file"):
+                open_image(Path(name))
     with pytest.raises(FileNotFoundError, match="nothing"):
         check_regular("nothing")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [KeyError("x"), EOFError(), RecursionError(), MemoryError("58 TiB"), ValueError("1\nis odd")],
-)
+@pytest.mark.parametrize("error", [KeyError("x"), RecursionError(), ValueError("1\nis odd")])
 def test_any_error_of_a_decoder_names_the_file_the_reason_and_the_fix(tmp_path, error):
     (tmp_path / "a.json").write_text("{")
     named = pytest.raises(ValueError, match=r"a\.json is damaged or no record \(.+\); remove it\.$")
@@ -139,14 +136,6 @@ def test_a_lack_of_permission_is_no_damage(tmp_path):
         raise PermissionError
 
 
-def test_an_exception_leaves_the_old_file(tmp_path):
-    atomic_write_text(tmp_path / "a", "old")
-    with pytest.raises(TypeError), atomic_write(tmp_path / "a") as file:
-        file.write("no bytes")
-    assert (tmp_path / "a").read_text() == "old"
-    assert os.listdir(tmp_path) == ["a"]
-
-
 @pytest.mark.parametrize("kind", IMAGE_FORMATS)
 def test_image_formats_are_read(tmp_path, kind):
     Image.new("RGB", (3, 2)).save(tmp_path / "0.png", format=kind)
@@ -154,14 +143,8 @@ def test_image_formats_are_read(tmp_path, kind):
         assert image.convert("RGB").size == (3, 2)
 
 
-@pytest.mark.parametrize("kind", ["EPS", "GIF", "ICO", "PDF"])
+@pytest.mark.parametrize("kind", ["EPS", "GIF"])
 def test_other_image_formats_are_refused_whatever_their_file_name(tmp_path, kind):
     Image.new("RGB", (32, 32)).save(tmp_path / "0.png", format=kind)
     with pytest.raises(OSError, match="cannot identify"):
-        open_image(tmp_path / "0.png")
-
-
-def test_an_image_is_not_read_from_a_pipe(tmp_path):
-    os.mkfifo(tmp_path / "0.png")  # opening it would wait for a writer
-    with pytest.raises(ValueError, match="no regular file"):
         open_image(tmp_path / "0.png")

@@ -75,6 +75,19 @@ PATTERN = torch.tensor([1.0, -1.0], dtype=torch.float64).reshape(1, 1, 1, 2)
 LABELS = torch.arange(N) % 2
 START = LogSNR(noisiest=-9.0)
 
+# A scale of nearly 1 asks for both halves, as a scale of 1 does not; and a model that is its own
+# weaker one leads where it would. All lead to the mode of the label, but for "unconditional".
+GUIDANCES = {  # of a process and the module's own denoiser
+    "none": lambda process, itself: None,
+    "free": lambda process, itself: ClassifierFree(1 + 1e-9),
+    "unconditional": lambda process, itself: ClassifierFree(1e-9),
+    "interval": lambda process, itself: ClassifierFree(1 + 1e-9, interval=(0.1, 5.0)),
+    "beyond": lambda process, itself: ClassifierFree(3.0, interval=(1e5, 1e6)),  # all levels
+    "rescale": lambda process, itself: ClassifierFree(1 + 1e-9, rescale=0.7),
+    "auto": lambda process, itself: Autoguidance(itself, 3.0),
+    "score": lambda process, itself: ClassifierScore(log_prob_gradient(process), clip=False),
+    "shift": lambda process, itself: ClassifierShift(log_prob_gradient(process)),
+}
 PARTS = {
     "process": [
         DiscreteVP(LinearBetas(1000)),
@@ -96,12 +109,7 @@ PARTS = {
         FDM(EDMPreconditioning(0.5), 0.002, 80.0),
     ],
     "loss": [
-        DenoisingLoss(Simple()),
-        DenoisingLoss(MinSNR()),
-        DenoisingLoss(SoftMinSNR()),
-        DenoisingLoss(TruncSNR()),
-        DenoisingLoss(InvSNR()),
-        DenoisingLoss(P2()),
+        *map(DenoisingLoss, (Simple(), MinSNR(), SoftMinSNR(), TruncSNR(), InvSNR(), P2())),
         DenoisingLoss(AsFlow()),
         DenoisingLoss(FDMWarmup(Simple(), 10)),
         UncertaintyLoss(Simple()),
@@ -125,17 +133,7 @@ PARTS = {
         Heun(140, START, clip=False),
         Heun(80, START, clip=False, churn=10.0, churn_max=20.0),
     ],
-    "guidance": [
-        "none",
-        "free",
-        "unconditional",
-        "interval",
-        "beyond",
-        "rescale",
-        "auto",
-        "score",
-        "shift",
-    ],
+    "guidance": list(GUIDANCES),
     "network": ["alone", "vectors", "UNet", "UViT", "DiT", "JiT"],
 }
 
@@ -244,25 +242,6 @@ def log_prob_gradient(process):
     return gradient
 
 
-def guidance_of(name, process, itself):
-    """All lead to the mode of the label, but for "unconditional".
-
-    A scale of nearly 1 asks for both halves, as a scale of 1 does not; and a model that is its own
-    weaker one leads where it would.
-    """
-    return {
-        "none": None,
-        "free": ClassifierFree(1 + 1e-9),
-        "unconditional": ClassifierFree(1e-9),
-        "interval": ClassifierFree(1 + 1e-9, interval=(0.1, 5.0)),
-        "beyond": ClassifierFree(3.0, interval=(1e5, 1e6)),  # all levels
-        "rescale": ClassifierFree(1 + 1e-9, rescale=0.7),
-        "auto": Autoguidance(itself, 3.0),
-        "score": ClassifierScore(log_prob_gradient(process), clip=False),
-        "shift": ClassifierShift(log_prob_gradient(process)),
-    }[name]
-
-
 def built(parts, solver=None):
     process, parameterization = parts["process"], parts["parameterization"]
     if isinstance(parameterization, FDM):  # to the noisiest level that its damping knows
@@ -271,14 +250,9 @@ def built(parts, solver=None):
         parameterization = FDM(parameterization.base, 0.002, noisiest, 1.0)
     knows_labels = parts["guidance"] not in ("score", "shift")
     factor, beside = parts["loss"].output_factor, parts["network"]
-    network = Exact(process, parameterization, factor, knows_labels, beside)
-    module = None
-
-    def itself(condition):
-        return module.denoise_for(condition)
-
+    itself = lambda condition: module.denoise_for(condition)  # noqa: E731
     module = DiffusionModule(
-        network,
+        Exact(process, parameterization, factor, knows_labels, beside),
         process,
         parameterization,
         parts["loss"],
@@ -289,7 +263,7 @@ def built(parts, solver=None):
         codec=Identity(),
         conditioning=Embeddings((1,)) if beside == "vectors" else ClassLabels(2),
         label_dropout=0.1,
-        guidance=guidance_of(parts["guidance"], process, itself),
+        guidance=GUIDANCES[parts["guidance"]](process, itself),
     ).double()
     return module
 
@@ -350,9 +324,8 @@ def covering(meeting, seed=0, tries=60):
 
 
 def condition_of(module):
-    if isinstance(module.conditioning, ClassLabels):
-        return LABELS
-    return LABELS[:, None].double(), torch.ones(N, dtype=torch.bool)
+    vectors = LABELS[:, None].double(), torch.ones(N, dtype=torch.bool)
+    return LABELS if isinstance(module.conditioning, ClassLabels) else vectors
 
 
 def slope(module, seed):
