@@ -31,7 +31,7 @@ from support.hostile import (
     make_arena,
     prepare,
 )
-from support.tiny_run import write_config
+from support.tiny_run import spec, write_config
 
 from lit_diffusion.cli.main import main
 
@@ -172,12 +172,11 @@ def test_every_file_that_a_run_leaves_is_read_without_running_code(folder, monke
         "SaveOnSignal": {},
     }
     config["trainer"]["callbacks"] += [
-        {"class_path": f"lit_diffusion.callbacks.{name}", "init_args": args}
-        for name, args in more.items()
+        spec(f"lit_diffusion.callbacks.{name}", **args) for name, args in more.items()
     ]
     write_config(config, Path("small.yaml"))
-    optimizer = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.001}}
-    write_config({"model": {"init_args": {"optimizer": optimizer}}}, Path("arm.yaml"))
+    adam = spec("torch.optim.Adam", lr=0.001)
+    write_config({"model": {"init_args": {"optimizer": adam}}}, Path("arm.yaml"))
     for command in (
         "fit --config small.yaml",
         RESUME,

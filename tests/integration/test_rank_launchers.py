@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.commands import SCRIPT
 from support.small_digits import small_digits
-from support.tiny_run import write_config
+from support.tiny_run import spec, write_config
 
 pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.usefixtures("folder")]
 
@@ -23,13 +23,11 @@ LAUNCHERS = {"lightning": [SCRIPT], "torchrun": [*TORCHRUN, SCRIPT]}
 
 
 def config(way, rank, timeout):
-    fails = {"class_path": "support.failing_ranks.FailAt", "init_args": {"way": way, "rank": rank}}
     contents = small_digits(200, devices=2, strategy="ddp", enable_progress_bar=False)
-    contents["trainer"]["callbacks"].append(fails)
+    callbacks = contents["trainer"]["callbacks"]
+    callbacks.append(spec("support.failing_ranks.FailAt", way=way, rank=rank))
     if timeout is not None:
-        path = "lit_diffusion.callbacks.RankWatch"
-        watch = {"class_path": path, "init_args": {"timeout": timeout}}
-        contents["trainer"]["callbacks"].insert(0, watch)
+        callbacks.insert(0, spec("lit_diffusion.callbacks.RankWatch", timeout=timeout))
     return write_config(contents, Path("digits.yaml").resolve())
 
 

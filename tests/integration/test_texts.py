@@ -9,6 +9,7 @@ from support.plain_module import assert_same_bits, make_trainer, trainable
 from support.resuming import Death, DieAfter
 from support.small_digits import hyper_parameters, small_digits
 from support.tiny_diffusion import tiny_diffusion
+from support.tiny_run import spec
 
 from lit_diffusion.callbacks import EMA
 from lit_diffusion.checkpoints.loading import build_module
@@ -122,9 +123,9 @@ def test_a_described_model_comes_back_and_is_prompted_in_turn(folder):
     config = small_digits(1)
     model = config["model"]["init_args"]
     model["num_classes"] = model["network"]["init_args"]["num_classes"] = None
-    kind = {"class_path": f"{WordIds.__module__}.WordIds", "init_args": {"num_words": 17}}
+    kind = spec("lit_diffusion.networks.conditions.WordIds", num_words=17)
     model["network"]["init_args"]["condition"] = kind
-    model["conditioning"] = {"class_path": "lit_diffusion.data.digits.DigitWords"}
+    model["conditioning"] = spec("lit_diffusion.data.digits.DigitWords")
     hyper = hyper_parameters(config, "model")
     described = build_module({"hyper_parameters": hyper}, "this").eval()
     for parameter in described.parameters():

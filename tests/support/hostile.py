@@ -23,7 +23,7 @@ from PIL import Image
 from lit_diffusion.cli.main import main
 from support.guard import Guard, guarded
 from support.small_digits import small_digits
-from support.tiny_run import write_config
+from support.tiny_run import spec, write_config
 
 RUN = Path("runs/small")
 LAST = RUN / "checkpoints" / "last.ckpt"
@@ -92,12 +92,9 @@ def healthy_config() -> dict:
     config = small_digits(4, enable_progress_bar=False, limit_val_batches=1, max_epochs=1)
     config["trainer"]["callbacks"][0]["init_args"]["decays"] = [0.9, 0.5]
     config["trainer"]["callbacks"] += [
-        {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": fid},
-        {"class_path": "lit_diffusion.callbacks.MomentumDecay"},
-        {
-            "class_path": "lit_diffusion.callbacks.TimestepCurriculum",
-            "init_args": {"num_steps": 3},
-        },
+        spec("lit_diffusion.callbacks.FIDEvaluation", **fid),
+        spec("lit_diffusion.callbacks.MomentumDecay"),
+        spec("lit_diffusion.callbacks.TimestepCurriculum", num_steps=3),
     ]
     return config
 

@@ -37,6 +37,7 @@ from support.hostile import (
     flip,
     no_files,
 )
+from support.tiny_run import spec
 
 IMAGES = "evaluate --images images --reference images --extractor digits-cnn"
 REFERENCE = "evaluate --images images --reference real.npz --extractor digits-cnn"
@@ -116,10 +117,8 @@ PICTURES: dict[str, Callable[[], Any]] = {
 def folder_config(config: dict) -> None:
     """Train on the folder of images."""
     args = {"train": "images", "val": "images", "image_size": 8, "channels": 1, "batch_size": 4}
-    config["data"] = {
-        "class_path": "lit_diffusion.data.image_folder.ImageFolder",
-        "init_args": {**args, "num_workers": 0, "cache_dir": "cache"},
-    }
+    args |= {"num_workers": 0, "cache_dir": "cache"}
+    config["data"] = spec("lit_diffusion.data.image_folder.ImageFolder", **args)
     model = config["model"]["init_args"]
     model["num_classes"] = model["network"]["init_args"]["num_classes"] = None
     model["label_dropout"] = 0.0
@@ -203,10 +202,7 @@ def cifar10() -> None:
     """Pickles in the place of CIFAR-10's, which is only opened if it is the published file."""
 
     def config(config: dict) -> None:
-        config["data"] = {
-            "class_path": "lit_diffusion.data.cifar10.CIFAR10",
-            "init_args": {"root": "data", "batch_size": 4},
-        }
+        config["data"] = spec("lit_diffusion.data.cifar10.CIFAR10", root="data", batch_size=4)
         config["model"]["init_args"]["image_shape"] = [3, 32, 32]
         network = config["model"]["init_args"]["network"]["init_args"]
         network["in_channels"] = network["out_channels"] = 3

@@ -12,6 +12,7 @@ from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.data.latents import LatentIndex
 from support.small_digits import small_digits
+from support.tiny_run import spec
 
 CALLBACKS = "lit_diffusion.callbacks"
 LIGHTNING = "lightning.pytorch.callbacks"
@@ -91,7 +92,7 @@ def random_config(rng, root):
     if rng.random() < 0.2:
         trainer |= {"max_steps": -1, "max_epochs": rng.randint(2, 3)}
     data = {"batch_size": rng.choice([7, 10, 12]), "num_workers": rng.choice([0, 0, 0, 1, 2])}
-    config["data"] = _spec("support.random_fits.FewDigits", **data)
+    config["data"] = spec("support.random_fits.FewDigits", **data)
     if kind == "GAN":
         config["model"] = _gan(rng)
         trainer |= {"accumulate_grad_batches": 1, "gradient_clip_val": None}
@@ -105,15 +106,15 @@ def random_config(rng, root):
     model |= {"optimizer": _optimizer(rng), "lr_scheduler": _schedule(rng)}
     if kind == "latents":
         write_latents()
-        model |= {"codec": _spec("support.random_fits.FourPhases"), "image_shape": [4, 4, 4]}
+        model |= {"codec": spec("support.random_fits.FourPhases"), "image_shape": [4, 4, 4]}
         data |= {"train": str(LATENTS), "val": SAMPLES}
         model["solver"]["init_args"]["clip"] = False
-        config["data"] = _spec("lit_diffusion.data.latents.Latents", **data)
+        config["data"] = spec("lit_diffusion.data.latents.Latents", **data)
     if kind in ("DiT", "latents"):
         channels, size, _ = model["image_shape"]
         sizes = {"image_size": size, "in_channels": channels, "out_channels": channels}
         width = {"width": 8, "depth": 1, "num_heads": 2, "num_classes": 10}
-        model["network"] = _spec("lit_diffusion.networks.dit.DiT", **sizes, **width)
+        model["network"] = spec("lit_diffusion.networks.dit.DiT", **sizes, **width)
     trainer["callbacks"] = _callbacks(rng, trainer, model, root, scores=kind != "latents")
     return config
 
@@ -122,32 +123,32 @@ def _method(kind):
     """Arguments of the module: process, parameterization, times and solver of a method."""
     if kind == "flow":
         return {
-            "process": _spec("lit_diffusion.processes.LinearFlow"),
-            "parameterization": _spec("lit_diffusion.parameterizations.FlowVelocity"),
-            "times": _spec("lit_diffusion.timesteps.LogitNormal", mean=0.0, std=1.0),
-            "solver": _spec("lit_diffusion.solvers.Euler"),
+            "process": spec("lit_diffusion.processes.LinearFlow"),
+            "parameterization": spec("lit_diffusion.parameterizations.FlowVelocity"),
+            "times": spec("lit_diffusion.timesteps.LogitNormal", mean=0.0, std=1.0),
+            "solver": spec("lit_diffusion.solvers.Euler", steps=2),
         }
     if kind == "EDM":
         return {
-            "process": _spec("lit_diffusion.processes.EDMProcess"),
-            "parameterization": _spec(
+            "process": spec("lit_diffusion.processes.EDMProcess"),
+            "parameterization": spec(
                 "lit_diffusion.parameterizations.EDMPreconditioning", sigma_data=0.5
             ),
-            "times": _spec("lit_diffusion.timesteps.LogNormal", mean=-1.2, std=1.2),
-            "solver": _spec("lit_diffusion.solvers.Heun"),
+            "times": spec("lit_diffusion.timesteps.LogNormal", mean=-1.2, std=1.2),
+            "solver": spec("lit_diffusion.solvers.Heun", steps=2),
         }
     return {}
 
 
 def _gan(rng):
     """A DCGAN of digits; its networks step at paces of 1 to 1, 2 to 1 or 3 to 1."""
-    adam = _spec("torch.optim.Adam", lr=0.001, betas=[0.5, 0.999])
+    adam = spec("torch.optim.Adam", lr=0.001, betas=[0.5, 0.999])
     dcgan = "lit_diffusion.lab.gan.dcgan.DCGAN"
-    return _spec(
+    return spec(
         "lit_diffusion.lab.gan.module.GANModule",
-        generator=_spec(f"{dcgan}Generator", image_size=8, out_channels=1, latent_dim=4, width=4),
-        discriminator=_spec(f"{dcgan}Discriminator", image_size=8, in_channels=1, width=4),
-        loss=_spec("lit_diffusion.lab.gan.module.NonSaturating"),
+        generator=spec(f"{dcgan}Generator", image_size=8, out_channels=1, latent_dim=4, width=4),
+        discriminator=spec(f"{dcgan}Discriminator", image_size=8, in_channels=1, width=4),
+        loss=spec("lit_diffusion.lab.gan.module.NonSaturating"),
         generator_optimizer=adam,
         discriminator_optimizer=adam,
         image_shape=[1, 8, 8],
@@ -177,10 +178,10 @@ def _trainer(rng):
 def _optimizer(rng):
     return rng.choice(
         [
-            _spec("torch.optim.Adam", lr=0.002),
-            _spec("torch.optim.AdamW", lr=0.002, amsgrad=True),
-            _spec("torch.optim.Adam", lr=0.002, foreach=False),
-            _spec("torch.optim.RMSprop", lr=0.002, centered=True),
+            spec("torch.optim.Adam", lr=0.002),
+            spec("torch.optim.AdamW", lr=0.002, amsgrad=True),
+            spec("torch.optim.Adam", lr=0.002, foreach=False),
+            spec("torch.optim.RMSprop", lr=0.002, centered=True),
         ]
     )
 
@@ -190,11 +191,11 @@ def _schedule(rng):
     return rng.choice(
         [
             None,
-            _spec(f"{ours}.WarmupConstant", warmup_steps=4),
-            _spec(f"{ours}.WarmupLinear", total_steps=30, warmup_steps=4),
-            _spec(f"{ours}.WarmupCosine", warmup_steps=2),
-            _spec(f"{theirs}.StepLR", step_size=3, gamma=0.7),
-            _spec(f"{theirs}.CosineAnnealingLR", T_max=8),
+            spec(f"{ours}.WarmupConstant", warmup_steps=4),
+            spec(f"{ours}.WarmupLinear", total_steps=30, warmup_steps=4),
+            spec(f"{ours}.WarmupCosine", warmup_steps=2),
+            spec(f"{theirs}.StepLR", step_size=3, gamma=0.7),
+            spec(f"{theirs}.CosineAnnealingLR", T_max=8),
         ]
     )
 
@@ -209,12 +210,12 @@ def _callbacks(rng, trainer, model, root, scores):
     ema = rng.random() < 0.7
     average = rng.choice(
         [
-            _spec(f"{CALLBACKS}.EMA", decays=[0.9], every_n_steps=rng.randint(1, 2)),
-            _spec(f"{CALLBACKS}.EMA", decays=[0.5, 0.99], on_cpu=True),
-            _spec(f"{CALLBACKS}.PowerEMA", snapshot_every_n_steps=rng.choice([None, 1, 3])),
+            spec(f"{CALLBACKS}.EMA", decays=[0.9], every_n_steps=rng.randint(1, 2)),
+            spec(f"{CALLBACKS}.EMA", decays=[0.5, 0.99], on_cpu=True),
+            spec(f"{CALLBACKS}.PowerEMA", snapshot_every_n_steps=rng.choice([None, 1, 3])),
         ]
     )
-    fid = _spec(
+    fid = spec(
         f"{CALLBACKS}.FIDEvaluation",
         num_samples=SAMPLES,
         extractor="digits-cnn",
@@ -226,33 +227,33 @@ def _callbacks(rng, trainer, model, root, scores):
     name = f"val/fid_{SAMPLES}" + "_raw" * (fid["init_args"]["weights"] == "raw")
     times = rng.choice(
         [
-            _spec(f"{CALLBACKS}.TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
-            _spec(f"{CALLBACKS}.LossSecondMomentResampler", num_bins=4, history=3),
-            _spec(f"{CALLBACKS}.ImportanceWeightedCurriculum", num_steps=9, std=0.3),
-            _spec(f"{CALLBACKS}.CurriculumWeight", num_steps=9, std=0.3),
+            spec(f"{CALLBACKS}.TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
+            spec(f"{CALLBACKS}.LossSecondMomentResampler", num_bins=4, history=3),
+            spec(f"{CALLBACKS}.ImportanceWeightedCurriculum", num_steps=9, std=0.3),
+            spec(f"{CALLBACKS}.CurriculumWeight", num_steps=9, std=0.3),
         ]
     )
     candidates = [
         (ema, average),
         (scores := scores and rng.random() < 0.6, fid),
-        (rng.random() < 0.3, _spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=_often(rng))),
-        (adam and rng.random() < 0.5, _spec(f"{CALLBACKS}.MomentumDecay", min_beta1=0.4)),
+        (rng.random() < 0.3, spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=_often(rng))),
+        (adam and rng.random() < 0.5, spec(f"{CALLBACKS}.MomentumDecay", min_beta1=0.4)),
         (rng.random() < 0.5, times),
         (
             rng.random() < 0.4,
-            _spec(
+            spec(
                 f"{CALLBACKS}.NoiseLevelLoss", num_levels=2, num_images=9, every_n_steps=_often(rng)
             ),
         ),
-        (rng.random() < 0.2, _spec(f"{CALLBACKS}.StepSeed", seed=5)),
-        (rng.random() < 0.2, _spec(f"{LIGHTNING}.LearningRateMonitor")),
+        (rng.random() < 0.2, spec(f"{CALLBACKS}.StepSeed", seed=5)),
+        (rng.random() < 0.2, spec(f"{LIGHTNING}.LearningRateMonitor")),
         (
             rng.random() < 0.15,
-            _spec(f"{LIGHTNING}.EarlyStopping", monitor="val/loss", min_delta=0.01, patience=2),
+            spec(f"{LIGHTNING}.EarlyStopping", monitor="val/loss", min_delta=0.01, patience=2),
         ),
         (
             trainer["accumulate_grad_batches"] == 1 and rng.random() < 0.15,
-            _spec(f"{LIGHTNING}.GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
+            spec(f"{LIGHTNING}.GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
         ),
         (rng.random() < 0.5, _keeper(rng, name if scores and steps is None else "val/loss")),
         (rng.random() < 0.8, _saves_every(rng, root)),
@@ -264,11 +265,11 @@ def _gan_callbacks(rng, root):
     steps, ema, decay = _often(rng), rng.random() < 0.7, {"min_beta1": 0.2, "total_steps": 30}
     average = rng.choice(
         [
-            _spec(f"{CALLBACKS}.EMA", decays=[0.9], prefix="generator", buffers=True),
-            _spec(f"{CALLBACKS}.PowerEMA", prefix="generator", snapshot_every_n_steps=3),
+            spec(f"{CALLBACKS}.EMA", decays=[0.9], prefix="generator", buffers=True),
+            spec(f"{CALLBACKS}.PowerEMA", prefix="generator", snapshot_every_n_steps=3),
         ]
     )
-    fid = _spec(
+    fid = spec(
         f"{CALLBACKS}.FIDEvaluation",
         num_samples=SAMPLES,
         extractor="digits-cnn",
@@ -279,8 +280,8 @@ def _gan_callbacks(rng, root):
     candidates = [
         (ema, average),
         (rng.random() < 0.6, fid),
-        (rng.random() < 0.4, _spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=_often(rng))),
-        (rng.random() < 0.4, _spec(f"{CALLBACKS}.MomentumDecay", **decay)),
+        (rng.random() < 0.4, spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=_often(rng))),
+        (rng.random() < 0.4, spec(f"{CALLBACKS}.MomentumDecay", **decay)),
         (rng.random() < 0.8, _saves_every(rng, root)),
     ]
     return _shuffled(rng, candidates)
@@ -293,7 +294,7 @@ def _shuffled(rng, candidates):
 
 
 def _saves_every(rng, root):
-    return _spec(
+    return spec(
         "support.random_fits.SavesEvery",
         folder=f"{root}/checkpoints",
         first=rng.randint(1, 4),
@@ -304,7 +305,7 @@ def _saves_every(rng, root):
 def _keeper(rng, metric):
     """One that keeps other checkpoints than the last."""
     by_metric = {"monitor": rng.choice([metric, "val/loss"]), "save_top_k": rng.randint(1, 3)}
-    return _spec(
+    return spec(
         f"{LIGHTNING}.ModelCheckpoint",
         **rng.choice(
             [
@@ -318,7 +319,3 @@ def _keeper(rng, metric):
             ]
         ),
     )
-
-
-def _spec(path, **arguments):
-    return {"class_path": path, "init_args": arguments}

@@ -12,11 +12,15 @@ from PIL import Image
 from lit_diffusion.checkpoints.loading import build_module
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.data.digits import Digits
+from support.tiny_run import spec
 
 
 def small_digits(steps: int, **trainer: Any) -> dict[str, Any]:
     """A complete config; `trainer` adds to its Trainer."""
-    ema = {"class_path": "lit_diffusion.callbacks.ema.EMA", "init_args": {"decays": [0.9]}}
+    unet = {"in_channels": 1, "out_channels": 1, "model_channels": 8, "channel_mult": [1, 2]}
+    unet |= {"num_res_blocks": 1, "attention_downsample": [2], "num_classes": 10, "norm_groups": 4}
+    betas = spec("lit_diffusion.processes.LinearBetas")
+    schedule = {"total_steps": 100, "warmup_steps": 4}
     return {
         "trainer": {
             "accelerator": "cpu",
@@ -24,53 +28,27 @@ def small_digits(steps: int, **trainer: Any) -> dict[str, Any]:
             "log_every_n_steps": 1,
             "num_sanity_val_steps": 0,
             "enable_model_summary": False,
-            "callbacks": [ema],
+            "callbacks": [spec("lit_diffusion.callbacks.ema.EMA", decays=[0.9])],
             **trainer,
         },
-        "model": {
-            "class_path": "lit_diffusion.modules.diffusion.DiffusionModule",
-            "init_args": {
-                "network": {
-                    "class_path": "lit_diffusion.networks.unet.UNet",
-                    "init_args": {
-                        "in_channels": 1,
-                        "out_channels": 1,
-                        "model_channels": 8,
-                        "channel_mult": [1, 2],
-                        "num_res_blocks": 1,
-                        "attention_downsample": [2],
-                        "num_classes": 10,
-                        "norm_groups": 4,
-                    },
-                },
-                "process": {
-                    "class_path": "lit_diffusion.processes.DiscreteVP",
-                    "init_args": {"betas": {"class_path": "lit_diffusion.processes.LinearBetas"}},
-                },
-                "parameterization": {"class_path": "lit_diffusion.parameterizations.Velocity"},
-                "loss": {
-                    "class_path": "lit_diffusion.losses.DenoisingLoss",
-                    "init_args": {"weighting": {"class_path": "lit_diffusion.losses.Simple"}},
-                },
-                "times": {"class_path": "lit_diffusion.timesteps.Uniform"},
-                "solver": {
-                    "class_path": "lit_diffusion.solvers.DDIM",
-                    "init_args": {"steps": 4},
-                },
-                "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.002}},
-                "lr_scheduler": {
-                    "class_path": "lit_diffusion.lr_schedules.WarmupLinear",
-                    "init_args": {"total_steps": 100, "warmup_steps": 4},
-                },
-                "image_shape": [1, 8, 8],
-                "num_classes": 10,
-                "label_dropout": 0.1,
-            },
-        },
-        "data": {
-            "class_path": "lit_diffusion.data.digits.Digits",
-            "init_args": {"batch_size": 64},
-        },
+        "model": spec(
+            "lit_diffusion.modules.diffusion.DiffusionModule",
+            network=spec("lit_diffusion.networks.unet.UNet", **unet),
+            process=spec("lit_diffusion.processes.DiscreteVP", betas=betas),
+            parameterization=spec("lit_diffusion.parameterizations.Velocity"),
+            loss=spec(
+                "lit_diffusion.losses.DenoisingLoss",
+                weighting=spec("lit_diffusion.losses.Simple"),
+            ),
+            times=spec("lit_diffusion.timesteps.Uniform"),
+            solver=spec("lit_diffusion.solvers.DDIM", steps=4),
+            optimizer=spec("torch.optim.Adam", lr=0.002),
+            lr_scheduler=spec("lit_diffusion.lr_schedules.WarmupLinear", **schedule),
+            image_shape=[1, 8, 8],
+            num_classes=10,
+            label_dropout=0.1,
+        ),
+        "data": spec("lit_diffusion.data.digits.Digits", batch_size=64),
     }
 
 

@@ -129,6 +129,11 @@ class ResumableLoader(DataLoader):
 HERE = "support.tiny_run"
 
 
+def spec(class_path: str, **init_args: Any) -> dict[str, Any]:
+    """An object in a config."""
+    return {"class_path": class_path} | ({"init_args": init_args} if init_args else {})
+
+
 def tiny_config(**trainer: Any) -> dict[str, Any]:
     """A complete config; `trainer` adds to its Trainer."""
     return {
@@ -140,21 +145,16 @@ def tiny_config(**trainer: Any) -> dict[str, Any]:
             "max_steps": 8,
             **trainer,
         },
-        "model": {
-            "class_path": f"{HERE}.TinyModule",
-            "init_args": {
-                "network": {"class_path": f"{HERE}.TinyNet", "init_args": {"width": 3}},
-                "optimizer": {
-                    "class_path": "torch.optim.Adam",
-                    "init_args": {"lr": 0.1, "betas": [0.8, 0.9]},
-                },
-            },
-        },
-        "data": {"class_path": f"{HERE}.TinyData"},
+        "model": spec(
+            f"{HERE}.TinyModule",
+            network=spec(f"{HERE}.TinyNet", width=3),
+            optimizer=spec("torch.optim.Adam", lr=0.1, betas=[0.8, 0.9]),
+        ),
+        "data": spec(f"{HERE}.TinyData"),
     }
 
 
-EMA = {"class_path": "lit_diffusion.callbacks.ema.EMA", "init_args": {"decays": [0.5]}}
+EMA = spec("lit_diffusion.callbacks.ema.EMA", decays=[0.5])
 
 
 def write_config(config: dict[str, Any], path: Path = Path("tiny.yaml")) -> Path:
