@@ -349,7 +349,9 @@ def test_after_an_exception_the_own_options_are_back_and_the_checkpoint_resumes_
     stored = torch.load(tmp_path / "c.ckpt", weights_only=True)
     packed = stored["optimizer_states"][0]["param_groups"][0]
     assert (packed["lr"], packed["betas"]) == (1e-2, (0.8, 0.999))
-    assert stored["callbacks"][decay.state_key] == {"total_steps": STEPS, "steps": [3]}
+    assert (
+        stored["callbacks"][decay.state_key].items() >= {"total_steps": STEPS, "steps": [3]}.items()
+    )
 
 
 # The control
@@ -522,8 +524,8 @@ def test_the_length_goes_on_through_several_resumes_and_saves_before_the_first_s
     with pytest.warns(UserWarning, match="has 8, this run 4"):
         fit(tmp_path, SavesFirst(), decay, ckpt_path=checkpoint, max_epochs=4)
     early = torch.load(tmp_path / "early.ckpt", weights_only=True)["callbacks"]
-    assert early[decay.state_key] == {"total_steps": 8, "steps": [3]}
-    assert decay.state_dict() == {"total_steps": 8, "steps": [4]}
+    assert early[decay.state_key].items() >= {"total_steps": 8, "steps": [3]}.items()
+    assert decay.state_dict().items() >= {"total_steps": 8, "steps": [4]}.items()
 
 
 def test_a_callback_can_serve_another_run_and_keeps_nothing_of_the_last(tmp_path):

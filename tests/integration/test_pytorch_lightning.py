@@ -58,7 +58,7 @@ def run(tmp_path_factory):
 def test_a_schedule_is_as_long_as_the_run(run):
     trainer, _ = run
     decay = next(c for c in trainer.callbacks if isinstance(c, MomentumDecay))
-    assert decay.state_dict() == {"total_steps": 6, "steps": [6]}
+    assert decay.state_dict().items() >= {"total_steps": 6, "steps": [6]}.items()
     assert trainer.global_step == 6
 
 
