@@ -180,10 +180,15 @@ def compute_pieces(
     return arrays
 
 
-def save_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write the arrays of a result to `path`.npz, and everything else to `path`.json."""
+def save_result(path: Path, result: Mapping[str, Any], note: str = "") -> None:
+    """Write the arrays of a result to `path`.npz, and everything else to `path`.json.
+
+    A `note` on how it was measured is the entry "note".
+    """
     arrays = {name: value for name, value in result.items() if isinstance(value, np.ndarray)}
     others = {name: value for name, value in result.items() if name not in arrays}
+    if note:
+        others["note"] = note
     save_arrays(Path(f"{path}.npz"), arrays)
     atomic_write_text(Path(f"{path}.json"), json.dumps(others, indent=1) + "\n", shared=True)
 
@@ -194,7 +199,9 @@ def save_arrays(path: Path, arrays: Arrays) -> None:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Atomically write a PNG file. Other processes may write the same file."""
+def save_figure(figure: Figure, path: Path, note: str = "") -> None:
+    """Atomically write a PNG file with a note above it. Other processes may write the same file."""
+    if note:
+        figure.suptitle(note, fontsize="small")
     with atomic_write(path, shared=True) as file:
         figure.savefig(file, format="png", dpi=120)

@@ -158,6 +158,21 @@ def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[fl
     return {**losses, "all": loss_at(index_uniforms(index))}
 
 
+def describe_gan_losses(module: nn.Module, statistics: str) -> str:
+    """How the losses of a GAN here differ from those that it trains on; "" for other modules.
+
+    Args:
+        module: module of `fixed_losses`.
+        statistics: what becomes of the running statistics of batch norms when weights change.
+    """
+    if not hasattr(module, "generator_losses"):
+        return ""
+    normalizes = any(name.endswith("running_mean") for name, _ in module.named_buffers())
+    differences = ["without R1"] * (getattr(module, "r1", 0) > 0)
+    differences += [f"batch norm with {statistics} running statistics"] * normalizes
+    return f"GAN losses {', '.join(differences)}" if differences else ""
+
+
 def network_of_loss(module: Any, name: str) -> nn.Module | None:
     """The network that is trained on a loss of `fixed_losses`; None if the whole module is."""
     network = getattr(module, name, None)

@@ -23,7 +23,7 @@ from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import Arrays
-from lit_diffusion.lab.analysis.fixed_losses import network_of_loss
+from lit_diffusion.lab.analysis.fixed_losses import describe_gan_losses, network_of_loss
 from lit_diffusion.signals import print_error
 
 MatrixProduct = Callable[[Tensor], Tensor]
@@ -230,7 +230,7 @@ def estimate_spectrum(
     return Spectrum(len(like), nodes, weights)
 
 
-def draw_spectra(spectra: Mapping[str, Spectrum], path: Path) -> None:
+def draw_spectra(spectra: Mapping[str, Spectrum], path: Path, note: str = "") -> None:
     """Draw the eigenvalue density of each loss on a logarithmic axis."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot(yscale="log")
@@ -249,7 +249,7 @@ def draw_spectra(spectra: Mapping[str, Spectrum], path: Path) -> None:
     axes.set(xlabel="eigenvalue", ylabel="density", ylim=(least, 3 * most))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    common.save_figure(figure, path)
+    common.save_figure(figure, path, note)
 
 
 def compute_spectra(
@@ -290,19 +290,20 @@ def compute_spectra(
 
     names = [f"{i}-{seed}" for i in range(len(losses)) for seed in range(vectors)]
     arrays = common.compute_pieces(out, names, run_lanczos, "vector")
-    spectra: dict[str, Spectrum] = {}
+    spectra, note = dict[str, Spectrum](), describe_gan_losses(loaded.module, "unchanged")
     for i, name in enumerate(losses):
         runs = arrays[i * vectors : (i + 1) * vectors]
         nodes, weights = (np.concatenate([each[k] for each in runs]) for k in ("nodes", "weights"))
         spectra[name] = Spectrum(int(runs[0]["num"]), nodes, weights)
-        common.save_result(out / f"hessian-{i}", vars(spectra[name]))
-    draw_spectra(spectra, out / "hessian.png")
-    return "\n".join(
+        common.save_result(out / f"hessian-{i}", vars(spectra[name]), note)
+    draw_spectra(spectra, out / "hessian.png", note)
+    texts = [
         f"{name}: largest {', '.join(f'{value:.4g}' for value in each.top[:5])}; "
         f"smallest {np.nanmin(each.nodes):.4g}; trace {each.trace:.4g}; "
         f"variance {each.variance:.4g} by quadrature, {each.ritz_variance:.4g} of Ritz values"
         for name, each in spectra.items()
-    )
+    ]
+    return "\n".join([*texts, *filter(None, [note])])
 
 
 def check_second_derivative(

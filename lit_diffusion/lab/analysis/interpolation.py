@@ -31,6 +31,7 @@ from lit_diffusion.lab.analysis.fixed_losses import (
     WeightState,
     check_same_losses,
     copy_weights,
+    describe_gan_losses,
     evaluate_losses,
 )
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
@@ -182,6 +183,7 @@ def draw_interpolations(
     alphas: NDArray[np.float64],
     lines: Mapping[str, NDArray[np.float64]],
     path: Path,
+    note: str = "",
 ) -> None:
     """Draw one panel per loss, with one curve per entry of `lines` (number of losses, K)."""
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
@@ -195,7 +197,7 @@ def draw_interpolations(
     panels[0].set_ylabel("loss")
     if len(lines) > 1:
         panels[0].legend(fontsize="small")
-    common.save_figure(figure, path)
+    common.save_figure(figure, path, note)
 
 
 def interpolate_weights(
@@ -220,6 +222,7 @@ def interpolate_weights(
         print_error(f"--align puts the features of {len(features)} hidden layers in order.")
         endpoints["aligned"] = align_features(b, a, features)
     losses = common.load_losses(at_one, options, images, levels)
+    note = describe_gan_losses(at_one.module, "interpolated")
     names, alphas = list(losses), np.linspace(0, 1, points)
     common.print_cost_of_losses(losses, points * len(endpoints))
     out = common.plan_analysis("interpolation", options, at_one, at_zero)
@@ -232,11 +235,12 @@ def interpolate_weights(
     lines = {kind: each["values"] for kind, each in zip(endpoints, arrays, strict=True)}
     for kind, values in lines.items():
         file = out / f"interpolation{'-aligned' * (kind == 'aligned')}"
-        common.save_result(file, {"names": names, "alphas": alphas, "values": values})
-    draw_interpolations(names, alphas, lines, out / "interpolation.png")
-    return "\n".join(
+        common.save_result(file, {"names": names, "alphas": alphas, "values": values}, note)
+    draw_interpolations(names, alphas, lines, out / "interpolation.png", note)
+    texts = [
         f"{name}, {kind}: {values[i, 0]:.4g} ... {values[i].max():.4g} ... "
         f"{values[i, -1]:.4g}; barrier {barrier(alphas, values[i]):.4g}"
         for i, name in enumerate(names)
         for kind, values in lines.items()
-    )
+    ]
+    return "\n".join([*texts, *filter(None, [note])])

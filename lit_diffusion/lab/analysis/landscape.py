@@ -23,6 +23,7 @@ from lit_diffusion.lab.analysis.fixed_losses import (
     WeightState,
     check_same_losses,
     copy_weights,
+    describe_gan_losses,
     evaluate_losses,
     network_of_loss,
 )
@@ -110,6 +111,7 @@ def draw_landscape(
     values: NDArray[np.float64],
     path: Path,
     trajectory: NDArray[np.float64] | None = None,
+    note: str = "",
 ) -> None:
     """Draw each loss (K, K) as contours with an optional trajectory (n, 2), and as a surface."""
     count = len(names)
@@ -126,7 +128,7 @@ def draw_landscape(
         contour_axes.set(title=name, aspect="equal", xlabel="first direction", ylabel="second")
         surface_axes: Any = figure.add_subplot(2, count, count + i + 1, projection="3d")
         surface_axes.plot_surface(*np.meshgrid(axis, axis), heights, cmap="viridis")
-    common.save_figure(figure, path)
+    common.save_figure(figure, path, note)
 
 
 def plot_landscape(
@@ -175,9 +177,10 @@ def plot_landscape(
 
     arrays = common.compute_pieces(out, [str(i) for i in range(points)], compute_row, "row")
     values = np.concatenate([each["values"] for each in arrays], axis=1)
-    names = list(losses)
-    common.save_result(out / "landscape", {"names": names, "x": axis, "y": axis, "values": values})
-    draw_landscape(names, axis, values, out / "landscape.png", trajectory)
+    names, note = list(losses), describe_gan_losses(module, "unchanged")
+    result = {"names": names, "x": axis, "y": axis, "values": values}
+    common.save_result(out / "landscape", result, note)
+    draw_landscape(names, axis, values, out / "landscape.png", trajectory, note)
     lines = [
         f"{name}: {np.nanmin(each):.4g} to {np.nanmax(each):.4g}"
         + (f"; {bad} points are not finite" if (bad := (~np.isfinite(each)).sum()) else "")
@@ -187,7 +190,7 @@ def plot_landscape(
         steps = [each.step for each in on_trajectory]
         common.save_result(out / "way", {"steps": steps, "points": trajectory, "share": share})
         lines.append(f"The plane holds {share:.1%} of the run's squared distance from its end.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *filter(None, [note])])
 
 
 def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:

@@ -50,7 +50,7 @@ def runs(models, folder, monkeypatch):
     """Copies of them; equal modules are built once, and figures are not rendered."""
     shutil.copytree(models, folder, dirs_exist_ok=True)
     monkeypatch.setattr(loading, "build_module", build_once)
-    monkeypatch.setattr(common, "save_figure", lambda figure, path: path.touch())
+    monkeypatch.setattr(common, "save_figure", lambda figure, path, note="": path.write_text(note))
 
 
 def build_once(checkpoint, *arguments):
@@ -258,14 +258,23 @@ def test_the_hessian_of_relus_is_refused_or_goes_on_without_jumps(capsys):
     assert analyze("hessian dcgan --images 8") == 2
     assert "gradients jump, as with ReLU" in capsys.readouterr().err
     assert analyze("hessian dcgan --images 8 --steps 2 --vectors 1 --kinks") == 0
-    assert "generator: largest" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    note = "GAN losses without R1, batch norm with unchanged running statistics"
+    assert "generator: largest" in out
+    assert out.endswith(f"{note}\n")
+    assert numbers("hessian-0")["note"] == Path("out/hessian.png").read_text() == note
+    assert analyze("interpolate dcgan dcgan --points 2 --images 8", out="line") == 0
+    note = note.replace("unchanged", "interpolated")
+    drawn = Path("line/interpolation.png").read_text()
+    assert numbers("interpolation", out="line")["note"] == drawn == note
 
 
 @pytest.mark.slow
 def test_each_loss_of_a_gan_is_on_a_plane_of_its_own_network():
     module = write_small_gan("biggan").eval()
     assert analyze("landscape biggan --points 2 --images 8") == 0
-    values = arrays("landscape")["values"]
+    values, drawn = arrays("landscape")["values"], Path("out/landscape.png").read_text()
+    assert "batch norm with unchanged running" in numbers("landscape")["note"] == drawn
     use_exact_spectral_norm_(module)
     directions = [normalize_filters(each, module) for each in random_directions(module, 0)]
     x0, labels, index = fixed_batch(module, Digits().dataset("train"), 8)

@@ -6,6 +6,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from lit_diffusion.files import atomic_write
 from lit_diffusion.lab.analysis.command import AnalysisOptions
@@ -14,6 +15,7 @@ from lit_diffusion.lab.analysis.common import (
     compute_pieces,
     fingerprint,
     plan_analysis,
+    save_figure,
 )
 
 NAMES = ["a", "b", "c"]
@@ -102,3 +104,11 @@ def test_weights_have_a_fingerprint_whatever_their_layout_in_memory():
     with torch.no_grad():
         other.weight[0, 0, 0, 0] += 1e-6
     assert fingerprint(usual) != fingerprint(other)
+
+
+def test_a_figure_has_its_note_above_it(tmp_path):
+    figure = Figure(figsize=(1, 1))
+    save_figure(figure, tmp_path / "a.png")
+    assert figure.get_suptitle() == ""
+    save_figure(figure, tmp_path / "a.png", "a note")
+    assert figure.get_suptitle() == "a note"

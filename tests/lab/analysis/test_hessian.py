@@ -112,7 +112,7 @@ def test_a_parameter_that_the_loss_does_not_see_has_no_curvature():
 def test_the_picture_shows_the_density(monkeypatch):
     spectrum = Spectrum(10, np.array([[3.0, 1.0, np.nan]]), np.array([[0.5, 0.5, np.nan]]))
     figures = []
-    monkeypatch.setattr(common, "save_figure", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr(common, "save_figure", lambda figure, *_: figures.append(figure))
     draw_spectra({"u": spectrum}, Path("a.png"))
     at, density = figures[0].axes[0].lines[0].get_data()
     np.testing.assert_allclose(density, spectrum.density(at, width=0.02))

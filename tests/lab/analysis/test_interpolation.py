@@ -86,7 +86,7 @@ def test_a_network_whose_features_were_shuffled_is_put_in_order_again(name):
 
 def test_each_line_is_drawn(monkeypatch):
     alphas, figures = np.linspace(0, 1, 5), []
-    monkeypatch.setattr(common, "save_figure", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr(common, "save_figure", lambda figure, *_: figures.append(figure))
     lines = {"as they are": np.array([1 + alphas]), "aligned": np.array([2 + alphas])}
     draw_interpolations(["u"], alphas, lines, Path("lines.png"))
     drawn = {line.get_label(): line.get_ydata() for line in figures[0].axes[0].lines}

@@ -66,7 +66,7 @@ def test_the_principal_plane_of_a_path_in_a_plane_is_that_plane():
 
 def test_a_trajectory_is_drawn_on_the_contours_also_of_negative_losses(monkeypatch):
     axis, figures = np.linspace(-1, 1, 4), []
-    monkeypatch.setattr(common, "save_figure", lambda figure, _: figures.append(figure))
+    monkeypatch.setattr(common, "save_figure", lambda figure, *_: figures.append(figure))
     values = np.add.outer(axis**2, axis**2)[None] - 1
     points = np.array([[-0.5, 0.5], [0.5, -0.5]])
     draw_landscape(["u"], axis, values, Path("way.png"), points)
