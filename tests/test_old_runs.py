@@ -25,7 +25,7 @@ def test_an_old_checkpoint_samples_the_same_images(run):
         assert abs(images - expected).max() <= 1  # another CPU may round another way
 
 
-@pytest.mark.quick("labels", "dcgan")
+@pytest.mark.quick("labels")
 @pytest.mark.parametrize("run", RUNS)
 def test_an_old_run_resumes_from_its_own_config(run, folder):
     shutil.copytree(GOLDEN / run, f"runs/{run}")

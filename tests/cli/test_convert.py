@@ -84,21 +84,17 @@ def test_a_checkpoint_of_another_sort_is_refused(run):
     ("command", "message"),
     [
         ("convert", "say export or import first, got nothing."),
-        ("convert exprot --out x", "say export or import first, got exprot --out x."),
         ("convert export --out x", "checkpoint must be given"),
         ("convert export --checkpoint nowhere --out x", "There is no checkpoint at nowhere"),
-        (IMPORT, "shapes cannot tell num_heads: give --network.num_heads=VALUE"),
         (f"{IMPORT} --network.num_heads=5", "num_heads"),
         (f"{IMPORT} --network.num_heads=[", "--network.num_heads=[ must be --network.NAME=VALUE"),
         (f"{IMPORT} --network.num_heads", "there is no option 'network.num_heads'"),
-        (f"{IMPORT} --num_heads=4", "there is no option 'num_heads'"),
         (f"{IMPORT} --network.num_heads=4 --network.wings=2", "DiT cannot be built"),
         ("convert export --checkpoint run --out x --vae vae", "--vae vae belongs to --format diff"),
         (
             "convert import no.pt --kind dit --out out",
             "no.pt: No such file or directory; check the path.",
         ),
-        ("convert import dit.pt --kind uvit --out out", "not of --kind uvit: it lacks patch_embed"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(dit, run, capsys, command, message):
@@ -130,12 +126,7 @@ def change(convert):
     ("spoil", "message"),
     [
         (lambda: change(lambda x: x.where(x < x.max(), torch.nan)), "pos_embed are not"),
-        (
-            lambda: change(lambda x: x.where(x < x.max(), torch.inf)),
-            "weights must be finite, and 1",
-        ),
         (lambda: change(torch.Tensor.int), "pos_embed is torch.int32"),
-        (lambda: change(lambda x: x.to(torch.complex64)), "pos_embed is torch.complex64"),
         (lambda: change(torch.Tensor.to_sparse), "torch.sparse_coo"),
         (lambda: change(lambda x: x[..., 0]), "not of --kind dit"),
         (flip_a_bit, "the checksum of dit/data/0 is wrong"),

@@ -55,10 +55,21 @@ def test_what_a_kill_at_the_end_has_left_is_gone_before_the_first_batch(tmp_path
     assert names == []
 
 
+class Stop(pl.Callback):
+    """Ends a run after a number of batches."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop = trainer.fit_loop.total_batch_idx + 1 == self.batches
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"max_steps": 4},
+        {"callbacks": [Stop(6)]},
         {"max_steps": 6, "check_val_every_n_epoch": 2},
         {"max_epochs": 2, "max_steps": -1},
         {"max_epochs": 2, "max_steps": -1, "limit_val_batches": 0},
@@ -73,27 +84,12 @@ def test_the_file_at_the_end_is_that_of_the_last_step(tmp_path, options):
     assert equal(saved(tmp_path)["state_dict"], trainer.model.state_dict())
 
 
-def test_a_run_that_another_callback_stops_keeps_its_last_step(tmp_path):
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer, *args):
-            trainer.should_stop = trainer.global_step == 6
-
-    callback = Saves(tmp_path, first=100)
-    fit(callback, tmp_path, callbacks=[Stop()])
-    assert callback.steps == [6]
-
-
 def test_the_file_of_a_run_stopped_between_accumulated_batches_is_always_that_of_its_end(tmp_path):
     """Not that of the step before, if this step happened to be saved."""
-
-    class Stop(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            trainer.should_stop = batch_idx == 2
-
     files = []
     for first in (1, 100):
         callback = Saves(tmp_path, first=first)
-        fit(callback, tmp_path, callbacks=[Stop(), ExactResume()], accumulate_grad_batches=2)
+        fit(callback, tmp_path, callbacks=[Stop(3), ExactResume()], accumulate_grad_batches=2)
         assert callback.steps[-1] == 1
         files.append(saved(tmp_path))
     assert files[0].keys() == files[1].keys()

@@ -100,9 +100,6 @@ def test_what_diffusers_cannot_express_is_refused_by_name(changes, message):
     ("name", "value"),
     [
         ("freq_shift", 1),
-        ("flip_sin_to_cos", False),
-        ("norm_eps", 1e-6),
-        ("time_embedding_type", "fourier"),
         ("mid_block_type", None),
         ("upsample_type", "resnet"),
         ("attn_norm_num_groups", 4),

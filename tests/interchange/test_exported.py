@@ -92,20 +92,18 @@ def test_a_record_that_does_not_fit_its_weights_is_refused(changes, message, tmp
         load_network(tmp_path)
 
 
-def test_nothing_is_imported_that_a_record_names(tmp_path):
+def test_nothing_is_imported_that_a_record_names_and_without_a_record_there_is_no_export(tmp_path):
     write(tmp_path)
     record = json.loads((tmp_path / RECORD).read_text())
     record["network"]["class_path"] = "this.prints"
     (tmp_path / RECORD).write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"of class this.prints, and load_network builds"):
         load_network(tmp_path)
-
-
-def test_a_folder_without_an_export_is_said_to_be_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"holds no network.json; write it with"):
-        load_network(tmp_path)
     (tmp_path / RECORD).write_text("{")
     with pytest.raises(ValueError, match=r"network.json is damaged"):
+        load_network(tmp_path)
+    (tmp_path / RECORD).unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no network.json; write it with"):
         load_network(tmp_path)
 
 

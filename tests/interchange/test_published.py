@@ -131,7 +131,6 @@ def test_the_arguments_of_a_dit_are_found():
         ("gd_classifier", "gd", "head_channels", "A classifier has 64"),
         ("uvit_cond", "uvit", "null_class", "the last row is for none"),
         ("uvit_uncond", "gd", "num_heads", "is not of --kind guided-diffusion: it lacks input"),
-        ("gd_A", "uvit", "num_heads", "is not of --kind uvit: it lacks patch_embed"),
     ],
 )
 def test_what_shapes_cannot_tell_is_asked_for(tag, kind, missing, message):
