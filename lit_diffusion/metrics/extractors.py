@@ -261,6 +261,8 @@ class TrainedCNN(_SmallCNN):
             with safe_open(self.path, "pt") as file:
                 self.record = dict(json.loads(file.metadata()["extractor"]))
             self.name = f"{self.record['name']}-{self.sha256[:8]}"
+            if self.name != Path(self.name).name:  # would be copied to another folder
+                raise ValueError(f"its name is {self.record['name']!r}")
             self.size = [int(pixels) for pixels in self.record["size"]]
             self.channels = load_small_classifier(load_file(self.path), self.size).channels
 

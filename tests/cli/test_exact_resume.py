@@ -288,6 +288,21 @@ def test_an_epoch_is_complete_when_all_its_batches_are(tmp_path):
     assert completed_epochs({}) == completed_epochs({"loops": {"fit_loop": {}}}) == 0
 
 
+@pytest.mark.parametrize("file", ["{}/../x", "s3://bucket/x"])
+def test_a_checkpoint_names_no_file_elsewhere_for_deletion(tmp_path, file):
+    def savers():
+        return ModelCheckpoint(tmp_path / "saved"), LastCheckpoint(tmp_path)
+
+    fit(savers()[1], tmp_path, callbacks=[savers()[0], ExactResume()], max_steps=2)
+    content = torch.load(tmp_path / "last.ckpt")
+    (key,) = content["model_checkpoints"]
+    content["callbacks"][key]["best_model_path"] = file.format(tmp_path / "saved")
+    torch.save(content, tmp_path / "last.ckpt")
+    callbacks = [savers()[0], ExactResume()]
+    with pytest.raises(ValueError, match="would delete it, and its folder is"):
+        fit(savers()[1], tmp_path, tmp_path / "last.ckpt", callbacks=callbacks, max_steps=4)
+
+
 def test_the_private_names_of_lightning_are_of_the_kind_that_is_used(tmp_path):
     """And a ModelCheckpoint that was restored has the state that it was restored from."""
     trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")

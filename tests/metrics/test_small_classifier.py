@@ -1,4 +1,5 @@
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -162,6 +163,11 @@ def test_another_file_is_refused_by_name(tmp_path):
     for state in ({"head.weight": torch.zeros(2, 3)}, {"stages.0.weight": torch.zeros(3, 1, 3, 3)}):
         save_file(state, path, {"extractor": json.dumps(record)})
         with pytest.raises(ValueError, match="is damaged or no file of `train-extractor`"):
+            TrainedCNN(path)
+    state = network().state_dict()
+    for name, reason in (("own", None), ("../own", "its name is '../own'"), ("/own", "its name")):
+        save_file(state, path, {"extractor": json.dumps({**record, "name": name})})
+        with pytest.raises(ValueError, match=reason) if reason else nullcontext():
             TrainedCNN(path)
 
 
