@@ -10,7 +10,6 @@ of 1,000 samples, or a file of `train-extractor`, whose network does.
 """
 
 import argparse
-import importlib
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from digits_quality import digit_judge, pixels
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lit_diffusion.checkpoints.loading import load_module
+from lit_diffusion.checkpoints.loading import instantiate, load_module
 from lit_diffusion.lab.compare.run_folders import collect_runs
 from lit_diffusion.metrics.small_classifier import load_small_classifier
 
@@ -33,15 +32,6 @@ HEADS = ["network", "predicts", "lr", "parameters", "steps", "FID", "beside the 
 HEADS += ["recognised", "images/s"]
 Judge = Callable[[Tensor], Tensor]
 BATCH, SAMPLES, TRUST = 64, 1000, ("diffusers_networks",)
-
-
-def built(spec: Any) -> Any:
-    """What class_path and init_args, or a plain value, stand for."""
-    if not isinstance(spec, dict) or "class_path" not in spec:
-        return spec
-    module, _, name = spec["class_path"].rpartition(".")
-    arguments = {key: built(value) for key, value in spec.get("init_args", {}).items()}
-    return getattr(importlib.import_module(module), name)(**arguments)
 
 
 def model_of(file: str) -> dict[str, Any]:
@@ -68,9 +58,11 @@ def step_of(network: nn.Module, shape: tuple[int, ...], classes: int) -> Callabl
 
 def print_steps(config: str, arms: list[str], budget: int, rounds: int = 40) -> None:
     usual = model_of(config)
-    networks = {"baseline": built(usual["network"])}
-    for name, file in (arm.split("=") for arm in arms):
-        networks[name] = built(model_of(file)["network"])
+    files = {"baseline": config, **dict(arm.split("=") for arm in arms)}
+    networks = {
+        name: instantiate(model_of(file)["network"], nn.Module, TRUST, file)
+        for name, file in files.items()
+    }
     shape, classes = tuple(usual["image_shape"]), usual["num_classes"]
     steps = {name: step_of(network, shape, classes) for name, network in networks.items()}
     times = [{name: step() for name, step in steps.items()} for _ in range(rounds)][5:]
