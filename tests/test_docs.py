@@ -154,8 +154,6 @@ SHORT = {
     "fit": f"{FEW} --trainer.limit_test_batches=1",
     "test": "--trainer.limit_val_batches=2 --trainer.limit_test_batches=1",
     "sweep": f"{FEW} --seeds 0 --trainer.max_steps=4",
-    "evaluate": "--extractor digits-cnn",  # the run's best FID is none in so few steps
-    "analyze consistency": "--extractor digits-cnn",
     "analyze": "--images 8 --levels 0.5",
 }
 """What makes a command of a page quick, by its first words."""

@@ -45,7 +45,7 @@ Scores are torch-fidelity's on the PNG files. Compare only those of equal number
     add("--reference", metavar="R", help=text)
     add_data(parser)
     text = """FID protocol: inception-v3-compat, digits-cnn, ... or a file of `train-extractor`
-        (default: that of the run's evaluations, else inception-v3-compat)"""
+        (default: that of the run's evaluations or config, else inception-v3-compat)"""
     add("--extractor", metavar="NAME", help=text)
     text = "number of images to generate (default: as many as real images)"
     add("--num", type=integer, metavar="N", help=text)

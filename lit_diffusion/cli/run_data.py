@@ -5,6 +5,7 @@ never opened, but only those of the config in its run folder or of --data CONFIG
 """
 
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch import LightningDataModule
 from lit_diffusion.checkpoints.loading import checkpoint_file, instantiate
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_folder import latest_config, read_config, run_of
+from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.metrics.images import HasSplits, ImageSet, open_images, open_split
 
 SPLITS = ("train", "val", "test")
@@ -91,14 +93,35 @@ def real_images(
 
 
 def protocol_of_run(checkpoint: str | None) -> str:
-    """Name of the FID protocol of a run's evaluations, or its file if in the run folder."""
+    """Name of the FID protocol of a run: of its last evaluation, else of its config.
+
+    For an extractor that was trained, it is the path of its copy in the run folder.
+    """
+    root = run_folder_of(checkpoint) if checkpoint else None
+    if root is None:
+        return InceptionV3Compat.name
     protocols = [each["protocol"] for each in _evaluations_of_run(checkpoint) if "protocol" in each]
-    if checkpoint is None or not protocols:
-        return "inception-v3-compat"
-    name = Path(str(protocols[-1])).name.removesuffix(".safetensors")  # of no other folder
-    root = run_folder_of(checkpoint)
-    file = root / f"{name}.safetensors" if root else None
-    return str(file) if file and file.is_file() else name
+    name = str(protocols[-1]) if protocols else _configured_extractor(root)
+    stem = Path(name).name.removesuffix(".safetensors")  # of no other folder
+    # The copy of a file that a config names has its hash behind the name.
+    is_copied = not protocols and name.endswith(".safetensors")
+    copies = sorted(root.glob(f"{escape(stem)}{'-*' if is_copied else ''}.safetensors"))
+    return str(copies[-1]) if copies else stem
+
+
+def _configured_extractor(root: Path) -> str:
+    """Extractor of the first FIDEvaluation in the config of a run folder, or the usual one."""
+    file = latest_config(root)
+    trainer = (read_config(file) if file else {}).get("trainer")
+    callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
+    for callback in callbacks if isinstance(callbacks, list) else []:
+        if isinstance(callback, dict) and str(callback.get("class_path")).endswith("FIDEvaluation"):
+            extractor = callback["init_args"]["extractor"]
+            if isinstance(extractor, str):
+                return extractor
+            arguments = extractor.get("init_args") or {}
+            return str(arguments.get("name") or arguments.get("path") or InceptionV3Compat.name)
+    return InceptionV3Compat.name
 
 
 def run_folder_of(checkpoint: str | Path) -> Path | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 from support.commands import call
 from support.small_digits import write_digits, write_small_digits
@@ -246,6 +247,22 @@ def test_the_extractor_is_inception_unless_the_run_was_scored_by_another(run):
         '{"step": 1, "value": 1.0, "protocol": "digits-cnn"}\n'
     )
     assert protocol_of_run("run") == "digits-cnn"
+
+
+def test_an_unscored_run_has_the_extractor_of_its_config(run):
+    def configure(extractor):
+        callback = {"class_path": "lit_diffusion.callbacks.FIDEvaluation"}
+        callbacks = ["EMA", callback | {"init_args": {"extractor": extractor}}]
+        Path("run/config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+        return protocol_of_run("run")
+
+    assert configure("digits-cnn") == "digits-cnn"
+    assert configure({"class_path": "EmbeddedCNN", "init_args": {"name": "patches-cnn"}}) == (
+        "patches-cnn"
+    )
+    assert configure("elsewhere/own.safetensors") == "own"  # not what a config names outside
+    Path("run/own-12345678.safetensors").touch()
+    assert Path(configure("elsewhere/own.safetensors")).name == "own-12345678.safetensors"
 
 
 def test_a_record_names_no_extractor_outside_of_its_run_folder(run):
