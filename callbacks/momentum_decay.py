@@ -131,7 +131,7 @@ class MomentumDecay(pl.Callback):
         self.compensate_lr = compensate_lr
         self.optimizers = None if optimizers is None else list(optimizers)
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until training starts
-        self._total_steps: int | None = None  # the total_steps in effect
+        self._total_steps = 0  # the total_steps in effect; 0 before training starts
         self._trainer: pl.Trainer | None = None
         self._steps: list[int] = []  # steps completed by each optimizer; see `_completed_steps`
         self._next_index = 0  # index of the optimizer that steps next
@@ -177,7 +177,7 @@ class MomentumDecay(pl.Callback):
                 "self.optimizers() returns, not the optimizer inside it."
             )
         for group in optimizer.param_groups:
-            options = self.update_options(step, self._total_steps or 1, group)
+            options = self.update_options(step, self._total_steps, group)
             self._base_options.append((group, {name: group[name] for name in options}))
             group.update(options)
 
@@ -204,7 +204,7 @@ class MomentumDecay(pl.Callback):
         """Reset the state of an earlier fit, and refuse unsupported strategies."""
         self._loaded = {}
         if stage == "fit":
-            self._total_steps = None
+            self._total_steps = 0
             refuse_strategy(trainer, type(self).__name__)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -338,7 +338,7 @@ class MomentumDecay(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """total_steps, steps completed by each optimizer, values to log; empty before a fit."""
-        if self._total_steps is None:
+        if self._total_steps == 0:
             return self._loaded  # for a save before training starts
         values = {
             index: [{name: float(value) for name, value in group.items()} for group in groups]
