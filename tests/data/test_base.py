@@ -133,6 +133,7 @@ def make_image_folder(folder, **kwargs):
 MAKERS = [make_digits, make_photo_patches, make_image_folder]
 
 
+@pytest.mark.quick("make_image_folder")
 @pytest.mark.parametrize("make", MAKERS)
 def test_batches_do_not_depend_on_the_number_of_workers(make, tmp_path):
     alone, worked = (two_epochs(make(tmp_path, seed=3, num_workers=n)) for n in (0, 2))

@@ -125,14 +125,14 @@ def train(folder, batch_size, indices, ckpt_path=None, **options):
     return trainer
 
 
-@pytest.mark.quick("False-sizes0-6-0-None", "True-sizes3-6-600-goes on after 0")
+@pytest.mark.quick("False-sizes0-2-0-None", "True-sizes3-2-600-goes on after 0")
 @pytest.mark.parametrize(
     ("sizes", "save", "again", "message"),
     [
-        ((100, 50), 6, 0, None),  # of 14 batches
+        ((300, 150), 2, 0, None),  # of 4 batches
         ((100, 200), 6, 0, None),
         ((100, 130), 6, 80, "600 images into an epoch, which are no .* of 130 images"),
-        ((100, 700), 6, 600, "goes on after 0"),
+        ((300, 700), 2, 600, "goes on after 0"),
         ((100, 300), 14, None, None),
     ],
 )
@@ -161,7 +161,7 @@ def test_an_epoch_goes_on_after_the_images_it_had_with_batches_of_another_size(
 def test_whole_steps_of_accumulated_batches_are_what_an_epoch_goes_on_with(tmp_path):
     file = tmp_path / "some.ckpt"
     first, then = Indices(file, 3), Indices()
-    train(tmp_path, 100, first)
+    train(tmp_path, 100, first, max_epochs=1)
     with pytest.warns(UserWarning, match=r"of 200 images: it goes on after 200"):
-        train(tmp_path, 50, then, file, accumulate_grad_batches=4)
+        train(tmp_path, 50, then, file, accumulate_grad_batches=4, max_epochs=1)
     assert then.flat()[:1000] == first.flat()[200:1200]

@@ -24,24 +24,13 @@ def row_of(crop, label):
     return place
 
 
-def test_a_crop_is_a_piece_of_the_photograph_that_its_label_names():
-    data = PhotoPatches(epoch_size=16, num_val=16, batch_size=16)
+def test_crops_are_pieces_of_the_photograph_of_their_label_and_share_no_pixel_with_held_out_ones():
+    data, rows = PhotoPatches(epoch_size=16, num_val=16, batch_size=16), []
     for images, labels, _ in (epoch(data, 0), next(iter(data.val_dataloader()))):
         assert images.shape == (16, 3, 32, 32)
         assert set(labels.tolist()) == {0, 1}
-        for crop, label in zip(images, labels.tolist(), strict=True):
-            row_of(crop, label)
-
-
-def test_training_and_held_out_crops_share_no_pixel():
-    data = PhotoPatches(epoch_size=24, num_val=24, batch_size=24)
-    train, val = epoch(data, 0), next(iter(data.val_dataloader()))
-    assert max(row_of(*crop) + 32 for crop in zip(*crops(train), strict=True)) <= TRAIN_ROWS
-    assert min(row_of(*crop) for crop in zip(*crops(val), strict=True)) >= TRAIN_ROWS
-
-
-def crops(batch):
-    return batch[0], batch[1].tolist()
+        rows.append([row_of(*crop) for crop in zip(images, labels.tolist(), strict=True)])
+    assert max(rows[0]) + 32 <= TRAIN_ROWS <= min(rows[1])
 
 
 def test_every_epoch_has_new_crops_and_each_run_of_a_seed_the_same():

@@ -96,16 +96,16 @@ def test_inception_equals_torchmetrics_without_antialiasing_and_differs_with_it(
     assert (ours - antialiased).abs().max() > 0.01 * ours.abs().max()
 
 
-def test_the_extractor_is_frozen_and_in_eval_mode(inception):
-    for protocol in (inception, EmbeddedCNN("digits-cnn")):
-        extractor = protocol.build()
-        assert not any(module.training for module in extractor.modules())
-        assert not any(parameter.requires_grad for parameter in extractor.parameters())
+@pytest.mark.quick("digits-cnn")
+@pytest.mark.parametrize("name", ["inception", "digits-cnn"])
+def test_the_extractor_is_frozen_and_in_eval_mode(name, request):
+    inception = name == "inception" and request.getfixturevalue("inception")
+    extractor = (inception or EmbeddedCNN(name)).build()
+    assert not any(module.training for module in extractor.modules())
+    assert not any(parameter.requires_grad for parameter in extractor.parameters())
 
 
-def test_inception_looks_in_the_cache_of_torch_hub_and_downloads_nothing(
-    inception, tmp_path, monkeypatch
-):
+def test_inception_looks_in_the_cache_of_torch_hub_and_downloads_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("tried to connect"))
     for ask in (InceptionV3Compat().check, InceptionV3Compat().build):
@@ -113,8 +113,9 @@ def test_inception_looks_in_the_cache_of_torch_hub_and_downloads_nothing(
             ask()
         assert str(tmp_path) in str(error.value)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "other.pth").write_bytes(b"of another network")
     with pytest.raises(ValueError, match="SHA-256"):
-        InceptionV3Compat(inception.weights_path).check()
+        InceptionV3Compat(str(tmp_path / "other.pth")).check()
 
 
 def test_a_pickle_that_runs_code_is_not_run_even_if_its_hash_is_expected(tmp_path):

@@ -63,16 +63,6 @@ def test_attention_depends_only_on_how_far_apart_patches_are():
     assert (score((0, 1), (2, 2)) - score((0, 1), (1, 2))).abs() > 1e-3
 
 
-def test_patches_have_rotary_positions_and_the_class_has_none():
-    network, inputs = small("jit", in_context_start=2), []
-    for block in network.blocks:
-        block.register_forward_pre_hook(lambda _, args: inputs.append(args[2]))
-    network(*batch(), condition("labels"))
-    for cos_sin, num_extra in zip(inputs, (0, 0, 3, 3), strict=True):
-        expected = rope_cos_sin(4, 16, num_extra).float()
-        assert_close(cos_sin, expected, rtol=0, atol=1e-6)
-
-
 def test_queries_and_keys_are_normalised():
     """So their size does not matter, that of values does."""
     network, inputs = small("jit").double(), (*batch(torch.float64), condition("labels"))
@@ -117,14 +107,16 @@ def test_images_pass_a_bottleneck():
     assert (network(x + 5 * visible, noise_label, labels) - output).abs().max() > 0.1
 
 
-def test_the_class_is_tokens_from_a_block_on():
+def test_the_class_is_tokens_from_a_block_on_without_the_rotary_positions_of_patches():
     network, inputs = small("jit", in_context_start=2), []
     for block in network.blocks:
-        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args))
     network(*batch(), condition("labels"))
-    assert [tokens.shape[1] for tokens in inputs] == [16, 16, 19, 19]
+    for (tokens, _, cos_sin, *_), num_extra in zip(inputs, (0, 0, 3, 3), strict=True):
+        assert tokens.shape[1] == 16 + num_extra
+        assert_close(cos_sin, rope_cos_sin(4, 16, num_extra).float(), rtol=0, atol=1e-6)
     rows = network.condition(condition("labels")).vector
-    assert torch.equal(inputs[2][:, 16:], rows[:, None] + network.in_context)
+    assert torch.equal(inputs[2][0][:, 16:], rows[:, None] + network.in_context)
 
 
 def test_in_context_tokens_start_small():

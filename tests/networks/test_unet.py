@@ -3,7 +3,6 @@ import torch
 from support.golden import Z, close, load, tensor
 from support.golden_weights import fill_
 from support.small_networks import batch, condition, gradients, small
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -61,54 +60,31 @@ PUBLISHED = {
 }
 
 
-def golden_input(tag: str, dtype: torch.dtype) -> list:
-    inputs = [
-        Z((2, 3, 16, 16), 600).to(dtype),
-        tensor("case06_unet", f"{tag}/timesteps"),
-    ]
-    if f"{tag}/y" in load("case06_unet"):
-        inputs.append(tensor("case06_unet", f"{tag}/y"))
-    return inputs
-
-
-def shapes(network: nn.Module) -> dict:
-    return {name: tuple(value.shape) for name, value in network.state_dict().items()}
-
-
-def golden_shapes(tag: str) -> dict:
-    arrays = load("case06_unet")
-    return {
-        str(name): tuple(int(size) for size in shape if size)
-        for name, shape in zip(arrays[f"{tag}/names"], arrays[f"{tag}/shapes"], strict=True)
-    }
-
-
 @pytest.mark.parametrize("tag", GOLDEN)
 def test_float64_output_is_that_of_the_reference(tag):
+    """Which is in float32 too, in tests/interchange/test_published.py."""
     # out_f64, not out_f64_emb32: the sinusoids are in float64 here.
     network = fill_(GOLDEN[tag]().double()).eval()
+    arrays = load("case06_unet")
+    inputs = [
+        tensor("case06_unet", f"{tag}/{x}") for x in ("timesteps", "y") if f"{tag}/{x}" in arrays
+    ]
     with torch.no_grad():
-        output = network(*golden_input(tag, torch.float64))
+        output = network(Z((2, 3, 16, 16), 600), *inputs)
     close(output, tensor("case06_unet", f"{tag}/out_f64"))
 
 
-@pytest.mark.parametrize("tag", GOLDEN)
-def test_float32_output_is_that_of_the_reference(tag):
-    network = fill_(GOLDEN[tag]()).eval()
-    with torch.no_grad():
-        output = network(*golden_input(tag, torch.float32))
-    assert_close(output, tensor("case06_unet", f"{tag}/out_f32"), rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("tag", GOLDEN)
-def test_parameters_have_the_names_and_shapes_of_the_reference(tag):
-    assert shapes(GOLDEN[tag]()) == golden_shapes(tag)
-
-
-def test_the_published_cifar10_checkpoint_fits():
+@pytest.mark.parametrize(
+    ("tag", "build"), [*GOLDEN.items(), ("id_cifar10", PUBLISHED["id_cifar10_learn_sigma"])]
+)
+def test_parameters_have_the_names_and_shapes_of_the_reference(tag, build):
+    arrays = load("case06_unet")
     with torch.device("meta"):
-        network = PUBLISHED["id_cifar10_learn_sigma"]()
-    assert shapes(network) == golden_shapes("id_cifar10")
+        shapes = {name: tuple(value.shape) for name, value in build().state_dict().items()}
+    assert shapes == {
+        str(name): tuple(int(size) for size in shape if size)
+        for name, shape in zip(arrays[f"{tag}/names"], arrays[f"{tag}/shapes"], strict=True)
+    }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -138,10 +114,9 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(network(*inputs), network(*inputs))
 
 
-@pytest.mark.parametrize("tag", ["gd_A", "gd_B", "gd_C", "id_B"])
-def test_channels_last_changes_the_memory_format_alone(tag):
-    network = fill_(GOLDEN[tag]().double())
-    x, *rest = golden_input(tag, torch.float64)
+@pytest.mark.parametrize("changes", [{}, {"resblock_updown": True, "scale_shift_norm": False}])
+def test_channels_last_changes_the_memory_format_alone(changes):
+    network, (x, *rest) = small("unet", **changes).double(), batch(torch.float64)
     expected = network(x, *rest)
     network = network.to(memory_format=torch.channels_last)
     output = network(x.to(memory_format=torch.channels_last), *rest)
