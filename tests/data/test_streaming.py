@@ -189,7 +189,7 @@ def edit_index(folder, edit):
         ([{**s, "label": 2} for s in SOLID], {"num_classes": 2}, r"has the label 2, .* \[0, 2\)"),
         ([{**s, "label": "a"} for s in SOLID], {"num_classes": 2}, "has the label 'a'"),
         (SOLID, {"image_size": 3}, "is only 2 pixels on its shorter side, less than 3"),
-        (SOLID, {"channels": 3}, "has mode L, not RGB: choose channels"),
+        (SOLID, {"channels": 3}, "has mode L, not RGB: .*strict=false"),
         (SOLID, {"val": 9}, "val=9 images cannot be held out of the 9"),
         ([{"image": {1, 2}}] * 9, {}, "samples of the format 'pickle'"),
         ([{"image": b"no picture"}] * 9, {}, r"Sample \d of .*set cannot be read \(cannot"),
