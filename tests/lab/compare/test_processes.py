@@ -17,7 +17,13 @@ from lit_diffusion.signals import InterruptedBySignal
 
 pytestmark = pytest.mark.usefixtures("folder", "terminal_signals")
 TOUCH = "open({!r}, 'w').close()\n"
-WAIT = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.01)\n"
+WAIT = """
+import os, time
+for _ in range(1000):
+    if os.path.exists({!r}): break
+    time.sleep(0.01)
+else: raise SystemExit(1)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -68,16 +74,16 @@ def test_each_process_is_reported_with_its_exit_code_and_the_others_go_on():
 
 def test_as_many_run_at_a_time_as_asked_and_the_next_is_asked_for_when_there_is_room():
     """Each one of two ends only if the other runs, too."""
-    running = []
+    started, ends = [], []
 
     def work():
         for name, other in ("ab", "ba", "cd", "dc"):
-            assert len(running) < 2
-            running.append(name)
+            assert len(started) - len(ends) < 2
+            started.append(name)
             yield job(TOUCH.format(name) + WAIT.format(other), name)
 
-    run_jobs(work(), 2, lambda job, *_: running.remove(job.name))
-    assert running == []
+    run_jobs(work(), 2, lambda job, code, _: ends.append((job.name, code)))
+    assert sorted(ends) == [(name, 0) for name in "abcd"]
 
 
 def test_none_is_no_end_and_holds_up_nothing():

@@ -83,13 +83,15 @@ def test_fids_that_are_not_finite_or_after_the_training_diverged_are_nan_and_not
     write_run(Path("sweep/clts/seed-8"), values, 8, lr=0.5)
     run = write_run(Path("sweep/clts/seed-9"), fids(9.0, 9)[:7], 9, lr=0.5, max_steps=2000)
     log_losses(run, [1.0, math.nan], every=400)
-    *_, lost, diverged = selected()[1][1].curves
+    selection, arms = selected()
+    *_, lost, diverged = arms[1].curves
     assert [math.isnan(fid) for fid in lost.fids] == [value is None for value in values]
     assert diverged.steps == STEPS
     assert diverged.images == tuple(64 * step for step in STEPS)
     assert [math.isfinite(fid) for fid in diverged.fids] == [True] * 7 + [False] * 13
-    assert "sweep/clts/seed-8: the FID is not finite at step 400, 600." in notes()
-    assert "sweep/clts/seed-9: its training diverged" in notes()
+    lost_note, diverged_note = notes_on_runs(selection, arms)
+    assert lost_note == "sweep/clts/seed-8: the FID is not finite at step 400, 600."
+    assert diverged_note.startswith("sweep/clts/seed-9: its training diverged")
 
 
 @pytest.mark.parametrize(
@@ -131,9 +133,10 @@ def test_another_way_to_sample_is_noted_and_whether_a_gain_may_be_due_to_it(way,
     for name, changes in (("baseline", {}), ("clts", way)):
         for run in Path("sweep", name).iterdir():
             change(run, sampling=SAMPLING | {"process": "VP()"} | changes)
-    assert "clts draws its samples in another way than baseline" in notes()
-    assert all(f"{key} {value}, not " in notes() for key, value in way.items())
-    assert ("may be the sampler's" in notes()) is is_sampler
+    text = notes()
+    assert "clts draws its samples in another way than baseline" in text
+    assert all(f"{key} {value}, not " in text for key, value in way.items())
+    assert ("may be the sampler's" in text) is is_sampler
 
 
 def test_an_arm_of_another_length_is_noted_and_a_way_to_sample_that_is_not_recorded_is_not():
@@ -253,7 +256,6 @@ def write_widths(run, scores, step=2000, **changes):
 
 @pytest.fixture
 def scored():
-    assert widths_table(selected()[0]) == (None, [])
     shutil.rmtree("sweep")
     for k, (arm, scores) in enumerate(WIDTHS.items()):
         for seed in range(3):
@@ -267,6 +269,10 @@ def test_each_seed_is_scored_at_the_width_that_the_others_choose():
     assert best_widths(lucky[:1]) == [(0.05, 1.0)]
     two = [{0.05: 1.0, 0.1: 2.0}, {0.05: 4.0, 0.1: 3.0, 0.2: 0.1}]  # not all have 0.2
     assert best_widths(two) == [(0.1, 2.0), (0.05, 4.0)]
+
+
+def test_runs_without_scores_by_width_have_no_table_of_them():
+    assert widths_table(selected()[0]) == (None, [])
 
 
 def test_arms_are_compared_at_their_own_widths(scored):
