@@ -54,11 +54,13 @@ def mark_slow_cases(items):
         raise pytest.UsageError(f"pytest.mark.quick lists cases that do not exist: {stale}")
 
 
+SIGNALS = {*signal.Signals} - {signal.SIGCHLD}  # which torch keeps, for good, for a DataLoader
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_that_handles_signals():
     """What one test leaves decides how a later one ends, and which that is depends on the order."""
-    numbers = signal.valid_signals() - {signal.SIGCHLD}  # torch's own, for good, by a DataLoader
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     left = [number for number in before if signal.getsignal(number) != before[number]]
     for number in left:  # so that this test fails alone
