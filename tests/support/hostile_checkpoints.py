@@ -380,6 +380,18 @@ SLOTS = ("network", "process", "solver", "optimizer", "parameterization", "_clas
 
 
 def class_paths() -> Iterator[Case]:
+    inception, vae = "lit_diffusion.metrics.extractors._Inception", "lit_diffusion.modules.vae"
+    weights = {"name": "a", "features_list": ["2048"], "feature_extractor_weights_path": "evil.pth"}
+    network = {"class_path": inception, "init_args": weights}
+    codec = {"class_path": f"{vae}.VAECodec", "init_args": {"folder": "images"}}
+
+    def unpickles() -> None:
+        torch.save(GADGETS["os.system"](), "evil.pth")
+        edit(lambda content: content["hyper_parameters"].update(network=network))()
+
+    yield Case("class-that-unpickles", unpickles, SAMPLE, f"{NAMED}|model")
+    reads = edit(lambda content: content["hyper_parameters"].update(codec=codec))
+    yield Case("class-that-reads", reads, SAMPLE, f"{NAMED} names the folder images")
     args = {"command": TOUCH, "source": WRITE, "args": ["touch", f"../{CANARY}"]}
     for (path, slot), command in zip(
         zip(PATHS, itertools.cycle(SLOTS)), itertools.cycle((SAMPLE, VALIDATE))
