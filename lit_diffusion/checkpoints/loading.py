@@ -1,6 +1,5 @@
 """Loading modules with the weights of a checkpoint."""
 
-import json
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -130,47 +130,51 @@ def build_module(
             "build it and call load(path, module=...)."
         )
     check = partial(check_codec_folder, checkpoint=Path(path), trust=trust)
-    module: LightningModule = instantiate(spec, LightningModule, trust, path, check=check)
+    module: LightningModule = instantiate([spec], LightningModule, trust, path, check=check)
     return module
 
 
 def instantiate(
-    spec: dict[str, Any],
+    specs: Sequence[Mapping[str, Any]],
     base: type,
     trust: Iterable[str],
     path: str | Path,
     options: Sequence[str] = (),
+    *,
+    key: str = "object",
     check: Callable[[Mapping[str, Any]], None] = lambda config: None,
 ) -> Any:
-    """Build the object that a class path and arguments in a file describe.
+    """Build the object that class paths and arguments in files describe.
 
     Args:
-        spec: "class_path" and "init_args".
+        specs: "class_path" and "init_args"; each overrides parts of those before it.
         base: class that the object must be an instance of.
         trust: packages that class paths may name, besides `config.trust.TRUSTED`.
         path: path of the file, for error messages.
-        options: overrides of the file, such as --data.init_args.NAME=VALUE.
+        options: overrides of the specs, such as --data.init_args.NAME=VALUE.
+        key: name of the object in the options and in error messages.
         check: called with the parsed spec before anything is built.
 
     Raises:
         ValueError: if the spec is invalid, or `check` or the class raises an error.
     """
     parser = ArgumentParser(exit_on_error=False)
-    key = options[0].lstrip("-").split(".")[0] if options else "object"
     with allow_class_paths(trust):
         parser.add_subclass_arguments(base, key, fail_untyped=False, required=True)
         try:
-            if options:
-                config = parser.parse_args([f"--{key}={json.dumps(spec)}", *options])
+            if len(specs) == 1 and not options:
+                config = parser.parse_object({key: specs[0]})
             else:
-                config = parser.parse_object({key: spec})
+                settings = [f"--{key}={yaml.safe_dump(dict(spec))}" for spec in specs]
+                config = parser.parse_args([*settings, *options])
             check(config[key].as_dict())
             return parser.instantiate(config)[key]
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {explain_parse_error(error)}") from error
         except Exception as error:  # a constructor may raise anything
             cause = f"{type(error).__name__}: {first_line(error)}"
-            raise ValueError(f"{path}: {spec['class_path']} cannot be built: {cause}.") from error
+            names = [key, *(spec["class_path"] for spec in specs if "class_path" in spec)]
+            raise ValueError(f"{path}: {names[-1]} cannot be built: {cause}.") from error
 
 
 def check_codec_folder(

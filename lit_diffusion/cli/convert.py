@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from lit_diffusion.cli.options import Parser, add_checkpoint
+from lit_diffusion.cli.options import Parser, add_checkpoint, check_exists
 
 KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-unet")
 
@@ -71,6 +71,7 @@ def run(argv: Sequence[str]) -> None:
     match argv[1:2]:
         case ["export"]:
             args = build_export_parser().parse_args(argv[2:])
+            check_exists("checkpoint at", args.checkpoint)
             options = args.weights, args.format, args.vae, args.trust
             print("\n".join(export(args.checkpoint, args.out, *options)))
         case ["import"]:
@@ -137,6 +138,7 @@ def _import(options: Sequence[str]) -> None:
             arguments[name] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ValueError(f"{other} must be --network.NAME=VALUE in YAML; quote it.") from None
+    check_exists("file", args.file)
     from lit_diffusion.interchange.published import convert
 
     spec = convert(args.file, args.kind, args.out, arguments)

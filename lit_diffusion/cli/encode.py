@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_diffusion.cli.options import Parser, add_device, integer, usable_device
+from lit_diffusion.cli.options import Parser, add_device, check_exists, integer, usable_device
 from lit_diffusion.signals import print_error, raise_on_signals
 
 
@@ -42,7 +42,7 @@ share the shards. VAE is a folder that diffusers' AutoencoderKL.save_pretrained 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "encode", then options."""
     args = build_parser().parse_args(argv[1:])
-
+    check_exists("folder", args.images, args.vae)
     from lit_diffusion.cli.encoding import (
         encode_shards,
         launcher_rank_and_world_size,

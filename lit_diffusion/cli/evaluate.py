@@ -5,10 +5,12 @@ import sys
 from collections.abc import Sequence
 
 from lit_diffusion.cli.options import (
+    SPLITS,
     Parser,
     add_checkpoint,
     add_data,
     add_sampling,
+    check_exists,
     integer,
     numbers,
     parse_sampling,
@@ -59,9 +61,6 @@ Scores are torch-fidelity's on the PNG files. Compare only those of equal number
 def run(argv: Sequence[str]) -> None:
     """Run the command: "evaluate", then options."""
     args = parse_sampling(build_parser(), argv[1:])
-    from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
-    from lit_diffusion.cli.run_data import SPLITS
-
     if args.images is not None:
         passed = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
         if generating := [name for name in passed if name not in WITH_IMAGES]:
@@ -77,6 +76,10 @@ def run(argv: Sequence[str]) -> None:
             )
     elif args.checkpoint is None:
         raise ValueError("give --checkpoint C, --images DIR, or both.")
+    check_exists("checkpoint at", args.checkpoint)
+    check_exists("config", *(args.data or ()))
+    from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
+
     names = ("images", "num", "out", "reference", "data", "extractor")
     options = EvaluationOptions(sampling_options(args), **{n: getattr(args, n) for n in names})
     if args.ema:

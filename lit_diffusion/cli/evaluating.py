@@ -51,7 +51,7 @@ class EvaluationOptions:
     num: int | None = None  # number of images to generate; None for the number of real images
     out: str | None = None  # folder for the generated images; None for a temporary one
     reference: str | None = None  # real images: argument of `real_images`
-    data: str | None = None  # config with the data, instead of the run's config
+    data: Sequence[str] | None = None  # configs with the data, instead of the run's config
     extractor: str | None = None  # FID protocol; None for that of the run
 
 

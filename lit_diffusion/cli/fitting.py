@@ -401,7 +401,7 @@ def _take_from_data(model: Any, data: Any, trust: Sequence[str]) -> None:
         return
     if data is None:
         raise ValueError(f"model.{names[0]} is that of the data, and the config names no data.")
-    built = instantiate(data.as_dict(), LightningDataModule, trust, "data")
+    built = instantiate([data.as_dict()], LightningDataModule, trust, "data")
     for name in names:
         if not hasattr(built, name):
             raise ValueError(f"model.{name} is 'data', and {data.class_path} has no {name}.")

@@ -19,25 +19,59 @@ if TYPE_CHECKING:
 STRENGTH = 0.6
 """Default of --strength."""
 
+SPLITS = ("train", "val", "test")
+"""Splits of a data module that --reference may name."""
+
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a ValueError of one line, for `cli.main` to print."""
+    """An argument parser that raises a ValueError of one line, for `cli.main` to print.
+
+    Options of `add_rare` are listed by `--help all` alone.
+    """
 
     def __init__(self, command: str, description: str = "", add_help: bool = True) -> None:
         super().__init__(
             f"lit-diffusion {command}",
             description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
-            add_help=add_help,
+            add_help=False,
         )
+        self.rare: list[argparse.Action] = []
+        if add_help:
+            add, default = self.add_argument, argparse.SUPPRESS
+            text = "show this and exit"
+            add("-h", "--help", nargs="?", metavar="all", action=_Help, default=default, help=text)
         # An argument that starts like a negative number is a value: -1,2 is a list of labels.
         self._negative_number_matcher = re.compile(r"-\.?\d")
+
+    def add_rare(self, *names: str, **kwargs: Any) -> None:
+        """Add an option that few users need, with the arguments of `add_argument`."""
+        self.rare.append(self.add_argument(*names, **kwargs))
 
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError instead of printing the usage."""
         options = re.findall(r"--([\w.-]+)", self.format_usage())
         raise ValueError(explain_parse_error(ValueError(message), options))
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Preserves the lines of the description; 100 columns wide."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=27, width=100)
+
+
+class _Help(argparse.Action):
+    """Prints the help, without rare options unless the value is "all"."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: Any = None) -> None:
+        if parser.rare and value != "all":
+            for action in parser.rare:
+                action.help = argparse.SUPPRESS
+            parser.epilog = f"{len(parser.rare)} more options: {parser.prog} --help all"
+        parser.print_help()
+        parser.exit()
 
 
 @dataclass(frozen=True)
@@ -128,6 +162,17 @@ def require_lab() -> None:
         ) from error
 
 
+def check_exists(what: str, *paths: str | None) -> None:
+    """Check that the paths of an option exist, before torch is imported.
+
+    Raises:
+        FileNotFoundError: if one does not; `what` it should be is in the message.
+    """
+    for path in paths:
+        if path is not None and not os.path.exists(path):
+            raise FileNotFoundError(f"There is no {what} {path}.")
+
+
 def parse_sampling(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse with a parser that has `add_sampling`; collects --solver.NAME in `solver_options`."""
     args, others = parser.parse_known_args(argv)
@@ -163,14 +208,14 @@ def add_trust(parser: Parser, file: str) -> None:
     """Add --trust, for what `file` names."""
     text = f"""package whose code class paths in {file} may import, or folder that its codec may
         read; may be repeated"""
-    parser.add_argument("--trust", action="append", default=[], metavar="NAME", help=text)
+    parser.add_rare("--trust", action="append", default=[], metavar="NAME", help=text)
 
 
 def add_data(parser: Parser) -> None:
-    """Add --data, a config that names the data to read."""
+    """Add --data, configs that name the data to read."""
     text = """config whose data: is read, in place of the config of the checkpoint's run folder;
-        needed for a checkpoint that is in no run folder"""
-    parser.add_argument("--data", metavar="CONFIG", help=text)
+        needed for a checkpoint that is in no run folder; may be repeated, as --config of fit"""
+    parser.add_rare("--data", action="append", metavar="CONFIG", help=text)
 
 
 def add_device(parser: Parser) -> None:
@@ -197,23 +242,23 @@ def add_sampling(parser: Parser) -> None:
     text = "scale of classifier-free guidance; 1 is unguided (default: as in the checkpoint)"
     add("--guidance", type=number, metavar="S", help=text)
     text = "guide only between these noise levels sigma / alpha (default: at all)"
-    add("--guidance_interval", type=_two_numbers, metavar="LOW,HIGH", help=text)
+    parser.add_rare("--guidance_interval", type=_two_numbers, metavar="LOW,HIGH", help=text)
     text = "0 to 1: how far guided images get the contrast of unguided ones (default 0; usual 0.7)"
-    add("--guidance_rescale", type=number, default=0.0, metavar="R", help=text)
+    parser.add_rare("--guidance_rescale", type=number, default=0.0, metavar="R", help=text)
     text = "guide away from this weaker checkpoint, by --guidance S (default 2); W as for --weights"
-    add("--weaker", metavar="C[:W]", help=text)
+    parser.add_rare("--weaker", metavar="C[:W]", help=text)
     text = "guide by this checkpoint of a NoisyClassifier, with --guidance S (default 1)"
-    add("--classifier", metavar="C[:W]", help=text)
+    parser.add_rare("--classifier", metavar="C[:W]", help=text)
     text = "image, or folder of PNG files, to start from instead of noise"
     add("--init", metavar="P", help=text)
     text = f"share of the solver's steps taken from --init: above 0, at most 1 (default {STRENGTH})"
-    add("--strength", type=number, metavar="R", help=text)
+    parser.add_rare("--strength", type=number, metavar="R", help=text)
     text = "grey image, lighter than half where --init is kept; the rest is generated to fit"
-    add("--mask", metavar="PNG", help=text)
+    parser.add_rare("--mask", metavar="PNG", help=text)
     text = "seed of the first image, then one more each (default 0)"
     add("--seed", type=integer, default=0, help=text)
     text = "images at a time (default 64)"
-    add("--batch-size", type=integer, default=64, metavar="B", help=text)
+    parser.add_rare("--batch-size", type=integer, default=64, metavar="B", help=text)
     add_device(parser)
 
 

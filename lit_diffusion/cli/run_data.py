@@ -13,57 +13,67 @@ from lightning.pytorch import LightningDataModule
 
 from lit_diffusion.checkpoints.loading import checkpoint_file, instantiate
 from lit_diffusion.cli.loggers import read_evaluations
+from lit_diffusion.cli.options import SPLITS, check_exists
 from lit_diffusion.cli.run_folder import latest_config, read_config, run_of
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.metrics.images import HasSplits, ImageSet, open_images, open_split
 
-SPLITS = ("train", "val", "test")
 
-
-def read_data_settings(checkpoint: str | Path | None, config: str | None) -> tuple[Any, Path]:
-    """Read the entry data: of `config`, or else of the checkpoint's run; also returns the path.
+def read_data_settings(
+    checkpoint: str | Path | None, configs: Sequence[str] | None
+) -> tuple[list[dict[str, Any]], str]:
+    """Read the entries data: of `configs`, or else of the checkpoint's run; also returns the path.
 
     Raises:
-        FileNotFoundError: if the config does not exist.
-        ValueError: if the checkpoint is in no run folder with a config, and `config` is None.
+        FileNotFoundError: if a config does not exist.
+        ValueError: if the checkpoint is in no run folder with a config, and `configs` is None.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
-    file = Path(config) if config else latest_config(root) if root else None
-    if file is None and checkpoint and not checkpoint_file(checkpoint).exists():
+    file = latest_config(root) if root else None
+    files = configs or ([] if file is None else [str(file)])
+    if not files and checkpoint and not checkpoint_file(checkpoint).exists():
         raise FileNotFoundError(f"There is no checkpoint at {checkpoint_file(checkpoint)}.")
-    if file is None:
+    if not files:
         raise ValueError(
             f"{checkpoint} is in no run folder with a config.yaml, and the data that a checkpoint "
             "itself names are not opened: pass --data CONFIG, a config whose data: to read."
         )
-    if not file.exists():
-        raise FileNotFoundError(f"There is no config {file}.")
-    return read_config(file).get("data"), file
+    check_exists("config", *files)
+    settings = [read_config(file).get("data") for file in files]
+    return [entry for entry in settings if entry], ", ".join(files)
 
 
 def build_data(
-    settings: Any, trust: Sequence[str], path: str | Path, options: Sequence[str] = ()
+    settings: Sequence[dict[str, Any]],
+    trust: Sequence[str],
+    path: str | Path,
+    options: Sequence[str] = (),
 ) -> Any:
-    """Build and prepare the data module of a config; None if it has no splits.
+    """Build and prepare the data module of configs; None if it has no splits.
 
-    `options`, such as --data.init_args.NAME=VALUE, override the settings. `path` of the config is
-    for error messages.
+    Later settings override earlier ones as in `fit`, and `options`, such as
+    --data.init_args.NAME=VALUE, override them all. `path` is for error messages.
     """
-    if not settings:
+    if not (settings or options):
         return None
-    data = instantiate(settings, LightningDataModule, trust, path, options)
+    data = instantiate(settings, LightningDataModule, trust, path, options, key="data")
     data.prepare_data()
     return data if isinstance(data, HasSplits) else None
 
 
-def data_of_run(checkpoint: str | Path | None, config: str | None, trust: Sequence[str]) -> Any:
+def data_of_run(
+    checkpoint: str | Path | None, configs: Sequence[str] | None, trust: Sequence[str]
+) -> Any:
     """The prepared data module of `read_data_settings`; None if it has no splits."""
-    settings, path = read_data_settings(checkpoint, config)
+    settings, path = read_data_settings(checkpoint, configs)
     return build_data(settings, trust, path)
 
 
 def real_images(
-    reference: str | None, checkpoint: str | None, config: str | None, trust: Sequence[str]
+    reference: str | None,
+    checkpoint: str | None,
+    configs: Sequence[str] | None,
+    trust: Sequence[str],
 ) -> tuple[ImageSet, ImageSet | None]:
     """Real images to compare with, and other real images, or None, for the floor of the FID.
 
@@ -73,11 +83,12 @@ def real_images(
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None
-    data = data_of_run(checkpoint, config, trust)
+    data = data_of_run(checkpoint, configs, trust)
     if data is None:
+        source = ", ".join(configs or [str(checkpoint)])
         raise ValueError(
-            f"{config or checkpoint} names no data with splits to compare with; pass "
-            "--reference DIR, a folder of real images."
+            f"{source} names no data with splits to compare with; pass --reference DIR, a folder "
+            "of real images."
         )
     if reference is None and hasattr(data, "vae_sha256"):
         records = [each for each in _evaluations_of_run(checkpoint) if "reference" in each]
@@ -86,7 +97,7 @@ def real_images(
                 f"{checkpoint or 'the model'} was trained on latents; pass --reference DIR, a "
                 "folder of real images."
             )
-        return real_images(str(records[-1]["reference"]), checkpoint, config, trust)
+        return real_images(str(records[-1]["reference"]), checkpoint, configs, trust)
     split = reference or "val"
     other_split = "val" if split == "train" else "train"
     return open_split(data, split), open_split(data, other_split)

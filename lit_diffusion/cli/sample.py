@@ -7,6 +7,7 @@ from lit_diffusion.cli.options import (
     add_checkpoint,
     add_data,
     add_sampling,
+    check_exists,
     integer,
     integers,
     parse_sampling,
@@ -48,10 +49,10 @@ and the FID of each.""",
     text = "'solvers' for every solver that the process allows, or some by name: DDIM,Heun,UniPC"
     add("--compare", metavar="S", help=text)
     text = "numbers of steps of --compare (default 5,10,20,50)"
-    add("--compare_steps", type=integers, metavar="N,N", help=text)
+    parser.add_rare("--compare_steps", type=integers, metavar="N,N", help=text)
     text = """real images for the FIDs of --compare: train, val (default) or test split of the run's
         data, or a folder or .npz"""
-    add("--reference", metavar="R", help=text)
+    parser.add_rare("--reference", metavar="R", help=text)
     add_data(parser)
     add_sampling(parser)
     return parser
@@ -74,6 +75,9 @@ def run(argv: Sequence[str]) -> None:
                 "--compare tries solvers and numbers of steps, from noise; leave out "
                 f"{', '.join(excluded)}."
             )
+    check_exists("checkpoint at", args.checkpoint)
+    check_exists("image or folder", args.init, args.mask)
+    check_exists("config", *(args.data or ()))
     from lit_diffusion.cli.generator import load_generator
     from lit_diffusion.cli.sampling import image_folder, unfinished_record, write_samples
     from lit_diffusion.cli.solver_comparison import ComparisonOptions, compare_solvers

@@ -50,7 +50,7 @@ class ComparisonOptions:
     steps: Sequence[int] | None  # numbers of steps; None for 5, 10, 20 and 50
     num: int  # number of images
     reference: str | None  # real images: argument of `real_images`
-    data: str | None  # config with the data, instead of the run's config
+    data: Sequence[str] | None  # configs with the data, instead of the run's config
 
 
 @dataclass

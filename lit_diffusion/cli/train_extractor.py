@@ -1,9 +1,17 @@
 """`lit-diffusion train-extractor`: train a network for FID on the user's images."""
 
+import re
 import sys
 from collections.abc import Sequence
 
-from lit_diffusion.cli.options import Parser, add_device, add_trust, integer, usable_device
+from lit_diffusion.cli.options import (
+    Parser,
+    add_device,
+    add_trust,
+    check_exists,
+    integer,
+    usable_device,
+)
 
 
 def build_parser() -> Parser:
@@ -21,7 +29,8 @@ are. An FID by it can be compared with others by the same file only: keep the fi
 --data.NAME=VALUE are those of fit.""",
     )
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="YAML with the data")
+    text = "YAML with the data; may be repeated, as for fit"
+    add("-c", "--config", required=True, action="append", metavar="FILE", help=text)
     add("--out", required=True, metavar="FILE.safetensors", help="file to write")
     add("--steps", type=integer, default=1500, metavar="N", help="training steps (default 1500)")
     text = "images in a step (default 128)"
@@ -34,20 +43,19 @@ are. An FID by it can be compared with others by the same file only: keep the fi
 def run(argv: Sequence[str]) -> None:
     """Run the command: "train-extractor", then options."""
     args, others = build_parser().parse_known_args(argv[1:])
-    if others and not others[0].startswith("--data."):
+    if others and not re.match(r"--data[.=]", f"{others[0]}="):
         build_parser().error(f"unrecognized arguments: {' '.join(others)}")
-    from lit_diffusion.cli.run_data import build_data
-    from lit_diffusion.config.yaml_file import read_yaml
+    check_exists("config", *args.config)
+    from lit_diffusion.cli.run_data import build_data, read_data_settings
     from lit_diffusion.metrics.extractors import TrainedCNN
     from lit_diffusion.metrics.images import open_split
     from lit_diffusion.metrics.small_classifier import train_extractor
     from lit_diffusion.signals import print_error
 
-    config = read_yaml(args.config)
-    settings = config.get("data") if isinstance(config, dict) else None
-    data = build_data(settings, args.trust, args.config, others)
+    settings, path = read_data_settings(None, args.config)
+    data = build_data(settings, args.trust, path, others)
     if data is None:
-        raise ValueError(f"{args.config} names no data with splits under data:, to train on.")
+        raise ValueError(f"{path} names no data with splits under data:, to train on.")
     train_extractor(
         open_split(data, "train"),
         args.out,

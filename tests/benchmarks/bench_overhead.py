@@ -32,7 +32,7 @@ def digits_module() -> Any:
     torch.manual_seed(0)
     config = Path(__file__).parents[2] / "configs/digits.yaml"
     spec = yaml.safe_load(config.read_text())["model"]
-    return instantiate(spec, LightningModule, (), config)
+    return instantiate([spec], LightningModule, (), config)
 
 
 def bare_loop(net: torch.nn.Module, device: torch.device) -> Iterator[None]:

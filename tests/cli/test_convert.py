@@ -93,7 +93,7 @@ def test_a_checkpoint_of_another_sort_is_refused(run):
         ("convert export --checkpoint run --out x --vae vae", "--vae vae belongs to --format diff"),
         (
             "convert import no.pt --kind dit --out out",
-            "no.pt: No such file or directory; check the path.",
+            "There is no file no.pt.",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from lit_diffusion.checkpoints.averages import write_snapshot
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli import evaluate, solver_comparison
 from lit_diffusion.cli.loggers import read_evaluations
-from lit_diffusion.cli.run_data import protocol_of_run
+from lit_diffusion.cli.run_data import data_of_run, protocol_of_run
 from lit_diffusion.lab.compare.run_folders import read_run
 from lit_diffusion.lab.compare.run_tables import fids_by_width
 from lit_diffusion.metrics.extractors import EmbeddedCNN
@@ -194,6 +194,19 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(run, capsys, command, messag
     lines = capsys.readouterr().err.strip().split("\n")
     assert message in lines[-1]
     assert not any("Traceback" in line for line in lines)
+
+
+def test_later_configs_of_data_change_earlier_ones_as_in_fit(capsys):
+    digits = "{class_path: Digits, init_args: {batch_size: 2, num_workers: 0}}"
+    Path("base.yaml").write_text(f"data: {digits}")
+    Path("more.yaml").write_text("data: {init_args: {batch_size: 3}}")
+    Path("model.yaml").write_text("model: Nothing")
+    files = ["base.yaml", "model.yaml", "more.yaml"]
+    data = data_of_run(None, files, [])
+    assert (type(data).__name__, data.batch_size, data.num_workers) == ("Digits", 3, 0)
+    Path("other.yaml").write_text("data: {class_path: DescribedDigits}")
+    assert data_of_run(None, [*files, "other.yaml"], []).batch_size == 128
+    assert "DescribedDigits replaces Digits" in capsys.readouterr().err
 
 
 # Averages of several widths

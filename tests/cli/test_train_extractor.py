@@ -53,9 +53,10 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_is_scored_by_the_network_of_its_user_and_takes_it_along(capsys):
-    train = "train-extractor --config bare.yaml --out mine.safetensors --steps 3 --batch-size 8"
+    Path("train.yaml").write_text("data: {init_args: {train: photos}}")
+    train = "train-extractor --config bare.yaml --config train.yaml --steps 3 --batch-size 8"
     Path("bare.yaml").write_text(CONFIG.replace("train: photos, ", ""))
-    assert call(f"{train} --data.init_args.train=photos") == 0
+    assert call(f"{train} --out mine.safetensors --data.init_args.val=60") == 0
     assert "holds mine-" in capsys.readouterr().err
     assert call("fit --config photos.yaml --trainer.default_root_dir=run") == 0
     record = json.loads(Path("run/evaluations.jsonl").read_text())

@@ -9,6 +9,7 @@ from lit_diffusion.cli.options import (
     add_data,
     add_device,
     add_trust,
+    check_exists,
     integer,
     number,
     numbers,
@@ -51,7 +52,7 @@ class AnalysisOptions:
     out: str
     weights: str
     device: str | None
-    data: str | None
+    data: Sequence[str] | None
     trust: Sequence[str]
     settings: Mapping[str, Any]
 
@@ -71,6 +72,10 @@ def run(argv: Sequence[str]) -> None:
     without_effect = ("out", "device", "trust", "batch_size")
     values["settings"] = {key: values[key] for key in values if key not in without_effect}
     options = AnalysisOptions(*(values.pop(field.name) for field in fields(AnalysisOptions)))
+    paths = [values.get(key) for key in ("checkpoint", "first", "second")]
+    paths += [*values.get("checkpoints", ()), *(values.get("path") or ())]
+    check_exists("checkpoint at", *paths)
+    check_exists("config", *(options.data or ()))
     require_lab()
     from lit_diffusion.lab.analysis import common, consistency, hessian, interpolation, landscape
 

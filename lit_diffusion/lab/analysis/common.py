@@ -63,7 +63,7 @@ def load_training_data(loaded: LoadedModule, options: AnalysisOptions) -> Any:
     """
     data = data_of_run(loaded.path, options.data, options.trust)
     if data is None:
-        source = options.data or loaded.path
+        source = ", ".join(options.data or [str(loaded.path)])
         raise ValueError(f"{source} names no data with splits to take images from.")
     return data
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lit_diffusion.cli.options import Parser, integer, integers, require_lab
+from lit_diffusion.cli.options import Parser, check_exists, integer, integers, require_lab
 from lit_diffusion.cli.run_folder import (
     CLAIM,
     FIRST_SAVE,
@@ -59,11 +59,11 @@ def parser() -> Parser:
     lit-diffusion sweep CONFIG --arms configs/arms/*.yaml --seeds 0,1,2 --jobs 2
     lit-diffusion sweep CONFIG --arms md.yaml clts.yaml md.yaml+clts.yaml --trainer.max_steps=500
 
-An arm is CONFIG with one or more further configs, joined by +; its name is theirs. CONFIG alone is
-the arm baseline; an arm with the settings of one before it is left out. Each run is an ordinary
-`lit-diffusion fit` into OUT/<arm>/seed-<n>, with its output in fit.log there; options that are not
-listed below go to every fit. All arms of the first seed come first, so that a sweep that is cut
-short can be compared.
+CONFIG is one config, or several, as those of fit. An arm is CONFIG with one or more further
+configs, joined by +; its name is theirs. CONFIG alone is the arm baseline; an arm with the settings
+of one before it is left out. Each run is an ordinary `lit-diffusion fit` into OUT/<arm>/seed-<n>,
+with its output in fit.log there; options that are not listed below go to every fit. All arms of the
+first seed come first, so that a sweep that is cut short can be compared.
 
 The same command goes on where it was stopped: finished runs are left alone, others resume from
 their last checkpoint, or start over where there is none yet; those that another process runs are
@@ -74,20 +74,14 @@ On a cluster, each line of --print is an array task, which resumes when it is re
     lit-diffusion sweep CONFIG --arms ... --print > commands
     sbatch --array=1-$(wc -l < commands) configs/cluster/array.sbatch commands""",
     )
-    parser.add_argument("config", metavar="CONFIG", help="config of the experiment")
-    parser.add_argument(
-        "--arms", nargs="+", default=[], metavar="ARM", help="configs that are added to CONFIG"
-    )
-    parser.add_argument(
-        "--seeds", type=integers, default=[0, 1, 2], metavar="0,1,2", help="default 0,1,2"
-    )
-    parser.add_argument(
-        "--jobs", type=integer, default=1, metavar="N", help="runs at a time (default 1)"
-    )
-    parser.add_argument("--out", metavar="DIR", help="default runs/<name of CONFIG>-sweep")
-    parser.add_argument(
-        "--print", action="store_true", help="print the commands, one a line, and run nothing"
-    )
+    add = parser.add_argument
+    add("configs", nargs="*", metavar="CONFIG", help="configs of the experiment")
+    add("-c", "--config", action="append", default=[], help="same as CONFIG")
+    add("--arms", nargs="+", default=[], metavar="ARM", help="configs that are added to CONFIG")
+    add("--seeds", type=integers, default=[0, 1, 2], metavar="0,1,2", help="default 0,1,2")
+    add("--jobs", type=integer, default=1, metavar="N", help="runs at a time (default 1)")
+    add("--out", metavar="DIR", help="default runs/<name of CONFIG>-sweep")
+    add("--print", action="store_true", help="print the commands, one a line, and run nothing")
     return parser
 
 
@@ -102,8 +96,12 @@ def run(argv: Sequence[str]) -> None:
     args, options = parser().parse_known_args(argv[1:])
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
-    out = Path(os.path.expanduser(args.out or f"runs/{Path(args.config).stem}-sweep"))
-    runs = plan_sweep(args.config, args.arms, args.seeds, out, options)
+    configs = [*args.configs, *args.config]
+    if not configs:
+        raise ValueError("needs CONFIG, such as configs/digits.yaml.")
+    check_exists("config", *configs)
+    out = Path(os.path.expanduser(args.out or f"runs/{Path(configs[0]).stem}-sweep"))
+    runs = plan_sweep(configs, args.arms, args.seeds, out, options)
     if args.print:
         print("\n".join(shlex.join([*run.command, RESUME]) for run in runs))
         return
@@ -186,12 +184,16 @@ class PlannedRun:
 
 
 def plan_sweep(
-    config: str, arms: Sequence[str], seeds: Sequence[int], out: Path, options: Sequence[str] = ()
+    experiment: Sequence[str],
+    arms: Sequence[str],
+    seeds: Sequence[int],
+    out: Path,
+    options: Sequence[str] = (),
 ) -> list[PlannedRun]:
     """Plan and check all runs of a sweep, in the order of their seeds.
 
     Args:
-        config: config file of the experiment.
+        experiment: config files of the experiment.
         arms: config files to add to it; one arm may have several, joined by +.
         seeds: training seeds.
         out: folder of the sweep.
@@ -202,7 +204,7 @@ def plan_sweep(
     """
     if not all(0 <= seed < 2**32 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds must be different numbers from 0 to {2**32 - 1}, got {seeds}.")
-    configs = arm_configs(config, arms)
+    configs = arm_configs(experiment, arms)
     settings = {arm: _fit_settings(arm, files, options) for arm, files in configs.items()}
     names = []
     for arm in configs:
@@ -223,27 +225,27 @@ def plan_sweep(
     return runs
 
 
-def arm_configs(config: str, arms: Sequence[str]) -> dict[str, list[str]]:
-    """Config files of each arm, by name. `config` is the first file, and the only one of BASELINE.
+def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, list[str]]:
+    """Config files of each arm, by name: those of the experiment, and for BASELINE no others.
 
     Args:
-        config: config file of the experiment.
+        experiment: config files of the experiment.
         arms: config files to add to it; one arm may have several, joined by +.
 
     Raises:
         ValueError: if two arms have the same name, or an arm has a file twice.
 
     Example:
-        >>> arm_configs("run.yaml", ["arms/md.yaml", "arms/md.yaml+clts.yaml"])["md+clts"]
+        >>> arm_configs(["run.yaml"], ["arms/md.yaml", "arms/md.yaml+clts.yaml"])["md+clts"]
         ['run.yaml', 'arms/md.yaml', 'clts.yaml']
     """
-    configs = {BASELINE: [config]}
+    configs = {BASELINE: [*experiment]}
     for arm in arms:
         files = [arm] if Path(arm).is_file() else arm.split("+")
         name = "+".join(Path(file).stem for file in files)
         if name in configs:
             raise ValueError(f"two arms are named {name}; rename {arm}, since folders go by name.")
-        configs[name] = [config, *files]
+        configs[name] = [*experiment, *files]
         counts = Counter(Path(file).resolve() for file in configs[name])
         if repeats := [path.name for path, count in counts.items() if count > 1]:
             raise ValueError(

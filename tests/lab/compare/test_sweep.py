@@ -52,6 +52,14 @@ def test_all_arms_of_the_first_seed_come_first_and_copies_of_arms_are_left_out(c
     assert sorted(Path().iterdir()) == before
 
 
+def test_an_experiment_may_have_several_configs(capsys):
+    assert call(f"sweep tiny.yaml -c ema.yaml --arms slow.yaml --seeds 3 --print {TRUST}") == 0
+    lines = capsys.readouterr().out.splitlines()
+    configs = [re.findall(r"--config=(\S+)", line) for line in lines]
+    assert configs == [["tiny.yaml", "ema.yaml"], ["tiny.yaml", "ema.yaml", "slow.yaml"]]
+    assert "--trainer.default_root_dir=runs/tiny-sweep/slow/seed-3" in lines[1]
+
+
 @pytest.mark.slow
 def test_configs_joined_by_a_plus_are_one_arm_whose_command_resumes_when_run_again(capsys):
     """As an array task that was requeued; a finished one is left as it is."""
@@ -161,14 +169,14 @@ def test_finished_runs_are_left_alone_also_without_their_checkpoints(one_run, ca
 @pytest.mark.parametrize("arm", ["md.yaml+clts.yaml+./md.yaml", "tiny.yaml"])
 def test_a_file_that_an_arm_has_twice_is_refused(arm):
     with pytest.raises(ValueError, match=r"arm .* has .* twice, .*; name it once"):
-        arm_configs("tiny.yaml", [arm])
+        arm_configs(["tiny.yaml"], [arm])
 
 
 # Runs that are finished or broken, or that another process has
 
 
 def small_sweep(*arms: str) -> Sweep:
-    return Sweep(plan_sweep("tiny.yaml", arms, [0], Path("out"), TRUST.split()), 1)
+    return Sweep(plan_sweep(["tiny.yaml"], arms, [0], Path("out"), TRUST.split()), 1)
 
 
 def test_a_checkpoint_that_a_run_leaves_damaged_stops_no_other_run(one_run, capsys):
