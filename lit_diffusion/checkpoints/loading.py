@@ -52,8 +52,8 @@ def load(
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
             specific one, or "power_<width>" for an average of PowerEMA, which may be reconstructed
             from snapshots.
-        module: module to load the weights into. None builds it from the class paths in the file,
-            which modules built without YAML do not have.
+        module: module to load the weights into, which keeps its own if they do not fit. None builds
+            it from the class paths in the file, which modules built without YAML do not have.
         trust: packages that those class paths may name, besides `config.trust.TRUSTED`; and
             folders that its codec may read, if no config in its run folder names them.
 
@@ -81,7 +81,12 @@ def load_module(
     """Load a module together with its checkpoint. The arguments are those of `load`."""
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
-    if module is None:
+    backup = None
+    if module is not None:
+        backup = {
+            n: v.clone() if isinstance(v, Tensor) else v for n, v in module.state_dict().items()
+        }
+    else:
         with limit_parameters(checkpoint["state_dict"]):
             module = build_module(checkpoint, path, trust)
     module.on_load_checkpoint(checkpoint)  # as in Lightning; may raise
@@ -92,7 +97,12 @@ def load_module(
     by_identity = {id(parameters[n]): value for n, value in averages.items() if n in parameters}
     shared = {n: by_identity[id(p)] for n, p in parameters.items() if id(p) in by_identity}
     state = strip_compile_prefix(checkpoint["state_dict"])
-    load_state(module, {**state, **averages, **shared}, path)
+    try:
+        load_state(module, {**state, **averages, **shared}, path)
+    except ValueError:
+        if backup is not None:  # torch has loaded the weights that fit
+            module.load_state_dict(backup)
+        raise
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return LoadedModule(module.eval(), path, step, name, checkpoint)
 

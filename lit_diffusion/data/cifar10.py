@@ -1,5 +1,6 @@
 """CIFAR-10, in memory."""
 
+import fcntl
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,14 @@ class CIFAR10(ImageDataModule):
         self.flip = flip
 
     def check(self) -> None:
-        """Download missing files."""
+        """Download missing files. Of processes that start at once, one does; the others wait."""
+        if not self._faults():
+            return
         try:
-            self.source(self.root, download=True)
+            self.root.mkdir(parents=True, exist_ok=True)
+            with (self.root / ".cifar-10-download").open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                self.source(self.root, download=True)
         except (OSError, RuntimeError) as error:
             raise self._missing_files_error(f"could not be downloaded ({error})") from error
 

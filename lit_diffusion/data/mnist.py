@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchvision import datasets
+from torchvision.datasets.mnist import read_image_file, read_label_file
 
 from lit_diffusion.data.base import ImageDataModule, Split
 from lit_diffusion.data.datasets import TensorImages, take_part
@@ -64,13 +65,19 @@ class MNIST(ImageDataModule):
 
     def load(self, split: Split) -> TensorImages:
         """Open a split, without augmentation."""
+        prefix = "t10k" if split == "val" else "train"
         try:
-            files = self._source(self.root, train=split == "train")
-            images, labels = files.data, files.targets
+            # Not by torchvision's class, which prefers an old `processed` folder to these files.
+            images, labels = (
+                read(str(self._folder / f"{prefix}-{kind}-ubyte"))
+                for read, kind in (
+                    (read_image_file, "images-idx3"),
+                    (read_label_file, "labels-idx1"),
+                )
+            )
             if images.shape != (len(labels), 28, 28) or not 0 <= labels.min() <= labels.max() <= 9:
                 raise ValueError(f"images {tuple(images.shape)}, labels {tuple(labels.shape)}")
         except Exception as error:  # torchvision raises many types for damaged files
-            prefix = "t10k" if split == "val" else "train"
             reason = str(error) or type(error).__name__
             raise ValueError(
                 f"{self._folder}/{prefix}-* are no files of {self._name} ({reason}); delete them."

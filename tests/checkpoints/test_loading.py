@@ -176,8 +176,11 @@ def test_a_folder_of_parts_is_refused_with_the_command_that_makes_a_file_of_it(s
 def test_what_does_not_fit_or_is_not_there_is_refused_by_name(file, tmp_path):
     first = r"size mismatch for network\.layers\.0\.weight: .*\[3, 2\].*\[5, 2\]"
     match = rf"last\.ckpt is of another architecture: {first}.* Use the config that it was trained"
+    module = tiny(width=5)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(ValueError, match=match):
-        load(file, module=tiny(width=5))
+        load(file, module=module)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     with pytest.raises(ValueError, match=r"no weights 'ema_0.9'; it has raw, ema_0.5, ema_0.25"):
         load(file, "ema_0.9", module=tiny())
     with pytest.raises(ValueError, match=r"was made in Python; build it and call load\(path, mod"):

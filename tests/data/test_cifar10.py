@@ -1,4 +1,6 @@
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -51,6 +53,21 @@ def test_an_archive_in_the_folder_is_unpacked_without_a_network(small, tmp_path)
     data.prepare_data()
     assert data.pending_setup() is None
     assert len(data.images("train")) == 60
+
+
+def test_of_runs_that_start_at_once_one_downloads(small, tmp_path, monkeypatch):
+    downloads, empty = [], tmp_path / "new"
+
+    def download(source):
+        if not source._check_integrity():
+            downloads.append(source.root)
+            time.sleep(0.1)
+            write(empty)
+
+    monkeypatch.setattr(small.source, "download", download)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: small(str(empty)).check(), range(2)))
+    assert len(downloads) == 1
 
 
 def test_without_files_and_network_the_message_says_what_to_put_where(small, tmp_path):

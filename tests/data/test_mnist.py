@@ -34,6 +34,14 @@ def test_pixels_and_labels_are_those_of_the_files(root):
     assert torch.equal(half.images("val"), data.images("val"))
 
 
+def test_files_are_preferred_to_a_processed_folder_of_old_versions(root):
+    old = root / "MNIST" / "processed"
+    old.mkdir()
+    for name in ("training.pt", "test.pt"):
+        torch.save(digits(50, seed=1), old / name)
+    assert torch.equal(MNIST(str(root)).images("train"), digits(50, seed=50)[0])
+
+
 def test_clothes_are_read_from_a_folder_of_their_own(tmp_path):
     write(tmp_path, train=30, val=10)
     data = FashionMNIST(str(tmp_path))

@@ -96,7 +96,7 @@ class Run:
     def fid_metrics(self) -> list[str]:
         """Names of the FIDs in its evaluations."""
         names = dict.fromkeys(str(record.get("metric")) for record in self.records)
-        return [name for name in names if "fid" in name]
+        return [name for name in names if is_fid(name)]
 
     def points(self, metric: str) -> list[Record]:
         """The curve of a metric: one record per step, in order, all with the most common protocol.
@@ -192,7 +192,7 @@ def read_run(path: Path) -> Run:
 
 def is_fid(metric: str) -> bool:
     """Whether a metric is an FID, judged by its name."""
-    return "fid_" in metric.rpartition("/")[2]
+    return metric.rpartition("/")[2].startswith("fid_")
 
 
 def collect_runs(folders: Sequence[str]) -> list[Run]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.experiments import fids, record, write_run
 
-from lit_diffusion.lab.compare.run_folders import collect_runs, most_frequent_metric, select
+from lit_diffusion.lab.compare.run_folders import Run, collect_runs, most_frequent_metric, select
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +200,11 @@ def test_the_metric_that_most_runs_have_is_taken_before_that_on_test_data():
     for run in runs:
         run.records.append(record(2000, 3.0, metric="test/fid_360"))
     assert most_frequent_metric(runs) == "val/fid_360"
+
+
+def test_a_metric_is_an_fid_by_its_whole_name():
+    records = [{"metric": name} for name in ("val/fid_360", "fid_5k", "val/confid_1", "confidence")]
+    assert Run(Path("a"), "a", "0", records=records).fid_metrics == ["val/fid_360", "fid_5k"]
 
 
 def test_several_metrics_are_for_the_user_to_choose():
