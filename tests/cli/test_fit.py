@@ -271,14 +271,6 @@ def test_changed_settings_are_those_inside_the_first_step_and_nothing_else_chang
         torch.testing.assert_close(new, 0.75 * old + 0.25 * raw)
 
 
-@pytest.mark.usefixtures("stopped")
-def test_another_optimizer_cannot_resume_and_says_so(capsys):
-    change = "--model.init_args.optimizer=torch.optim.SGD --model.optimizer.lr=0.1"
-    assert call(f"{FIT} --ckpt_path=last {change}") == 2
-    rule = "model.optimizer was torch.optim.Adam and is now torch.optim.SGD"
-    assert rule in capsys.readouterr().err
-
-
 # validate, test and predict
 
 
@@ -291,13 +283,6 @@ def test_a_checkpoint_alone_is_scored_with_the_averages_of_its_run(capsys, caplo
     assert call(f"test --ckpt_path={LAST} {TRUST} --model.init_args.shift=7") == 0
     assert "The checkpoint had model.shift 0.0, using 7.0." in caplog.messages
     assert files() == before
-
-
-@pytest.mark.usefixtures("stopped")
-def test_scores_of_raw_weights_do_not_pass_for_those_of_averages(capsys):
-    write_config(tiny_config(), Path("plain.yaml"))
-    assert call(f"validate --config plain.yaml --ckpt_path={LAST} {TRUST}") == 2
-    assert "holds averaged weights, but no EMA callback" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("stopped")
@@ -343,24 +328,17 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(change, message, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            f"--config tiny.yaml {TRUST} --trainer.callbacks+=EarlyStopping "
-            "--trainer.callbacks.monitor=val/los",
-            "`val/loss`",
-        ),
-        (
-            f"--config tiny.yaml {TRUST} --trainer.callbacks+=EMA",
-            "more than one stateful callback of type `EMA`",
-        ),
+        ("callbacks+=EarlyStopping --trainer.callbacks.monitor=val/los", "`val/loss`"),
+        ("callbacks+=EMA", "more than one stateful callback of type `EMA`"),
         pytest.param(
-            f"--config tiny.yaml {TRUST} --trainer.accelerator=gpu",
+            "accelerator=gpu",
             "trainer.accelerator=gpu: there is none here; auto takes what is",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"),
         ),
     ],
 )
-def test_what_lightning_or_its_parser_refuses_is_a_mistake(options, message, capsys):
-    assert call(f"fit {options}") == 2
+def test_what_lightning_refuses_is_a_mistake(options, message, capsys):
+    assert call(f"{FIT} --trainer.{options}") == 2
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
@@ -383,17 +361,29 @@ def test_a_network_without_a_condition_gets_the_classes_of_its_module(network, e
 
 
 @pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize("what", ["another architecture", "truncated"])
-def test_a_checkpoint_that_does_not_fit_is_named(what, capsys):
-    options = "--model.init_args.network.init_args.width=9"
-    if what == "truncated":
-        options, content = "", Path(LAST).read_bytes()
-        Path(LAST).write_bytes(content[:-100])
-    assert call(f"{FIT} --ckpt_path=last {options}") == 2
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            f"{FIT} --ckpt_path=last --model.init_args.network.init_args.width=9",
+            r"last\.ckpt is of another architecture .*network\.layers\.0\.weight",
+        ),
+        (
+            f"{FIT} --ckpt_path=last --model.optimizer=torch.optim.SGD --model.optimizer.lr=0.1",
+            r"model\.optimizer was torch\.optim\.Adam and is now torch\.optim\.SGD",
+        ),
+        (  # else scores of raw weights would pass for those of averages
+            f"validate --config plain.yaml --ckpt_path={LAST} {TRUST}",
+            "holds averaged weights, but no EMA callback",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(command, message, capsys):
+    write_config(tiny_config(), Path("plain.yaml"))
+    assert call(command) == 2
     err = capsys.readouterr().err
-    assert f"last.ckpt is {'of ' if options else ''}{what}" in err
+    assert re.search(message, err)
     assert "Traceback" not in err
-    assert not options or "network.layers.0.weight" in err
 
 
 @pytest.mark.parametrize(
