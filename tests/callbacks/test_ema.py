@@ -700,6 +700,8 @@ def test_weights_of_a_file_without_averages_are_used_as_they_are_also_after_a_fi
     stored = torch.load(tmp_path / "c.ckpt", weights_only=True)["state_dict"]
     module, spy, ema = PlainModule(), Spy(), EMA((DECAY,))
     trainer = fit(tmp_path, module, ema, spy, max_epochs=3)
+    with ema.weights("ema"), pytest.raises(RuntimeError, match=r"leave EMA\.weights\(\) first"):
+        trainer.test(module, loader(), ckpt_path=tmp_path / "c.ckpt")
     spy.weights.clear()
     with pytest.warns(UserWarning, match="no averages"):
         trainer.test(module, loader(), ckpt_path=tmp_path / "c.ckpt")
