@@ -198,6 +198,8 @@ def test_distributions_and_grids_without_meaning_are_refused():
         LogNormal(mean=float("nan"))
     with pytest.raises(ValueError, match="shift must be > 0, got inf"):
         Shifted(Uniform(), float("inf"))
+    with pytest.raises(ValueError, match="shift must be > 0, got 0"):
+        ShiftedGrid(Even(), 0.0)
     with pytest.raises(ValueError, match="rho must be > 0, got -7"):
         Karras(-7.0)
 
@@ -347,12 +349,6 @@ def test_shifted_times_have_a_multiple_of_the_noise_on_any_process(process):
     if process.num_steps is not None:
         t = Shifted(Uniform(), 2.0).quantile(u, process)
         assert torch.equal(t, t.round())
-
-
-def test_a_shift_that_is_none_is_refused():
-    for make in (Shifted, ShiftedGrid):
-        with pytest.raises(ValueError, match="shift must be > 0, got 0"):
-            make(Uniform(), 0.0)
 
 
 def test_a_shift_that_leaves_the_process_is_refused_by_the_solver():

@@ -161,7 +161,7 @@ def fit(folder, latents, *extra, workers=0, **options):
     seed_everything(3)
     data = Latents(latents, val=3, batch_size=4, num_workers=workers)
     trainer = make_trainer(
-        folder, *extra, EMA((0.9,)), max_steps=12, max_epochs=-1, enable_checkpointing=bool(extra)
+        folder, *extra, EMA((0.9,)), max_steps=8, max_epochs=-1, enable_checkpointing=bool(extra)
     )
     trainer.fit(module(), data, **options)
     trainer.save_checkpoint(folder / "end.ckpt")
@@ -172,7 +172,7 @@ def test_a_run_that_died_in_its_second_epoch_ends_as_one_that_did_not(tmp_path):
     latents, died = write(tmp_path / "a"), tmp_path / "died"
     whole = fit(tmp_path / "whole", latents)
     with pytest.raises(Death):
-        fit(died, latents, DieAfter(died, 7))
+        fit(died, latents, DieAfter(died, 6))
     again = fit(died, latents, workers=1, ckpt_path=died / "last.ckpt")
     for key in ("state_dict", "optimizer_states", "callbacks"):
         assert_same_bits(again[key], whole[key])

@@ -25,9 +25,9 @@ def row_of(crop, label):
 
 
 def test_crops_are_pieces_of_the_photograph_of_their_label_and_share_no_pixel_with_held_out_ones():
-    data, rows = PhotoPatches(epoch_size=16, num_val=16, batch_size=16), []
+    data, rows = PhotoPatches(epoch_size=8, num_val=8, batch_size=8), []
     for images, labels, _ in (epoch(data, 0), next(iter(data.val_dataloader()))):
-        assert images.shape == (16, 3, 32, 32)
+        assert images.shape == (8, 3, 32, 32)
         assert set(labels.tolist()) == {0, 1}
         rows.append([row_of(*crop) for crop in zip(images, labels.tolist(), strict=True)])
     assert max(rows[0]) + 32 <= TRAIN_ROWS <= min(rows[1])

@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from support.golden import Z, close
+from support.plain_module import make_trainer
 from torch import nn
 
 from lit_diffusion.data.digits import Digits
@@ -137,17 +137,12 @@ def test_digits_are_recognised_through_noise_and_every_fit_is_the_same(tmp_path)
             8, 1, 10, 32, (1, 2), num_res_blocks=1, attention_downsample=(), head_channels=32
         )
         classifier = module(network, (1, 8, 8), 10)
-        trainer = Trainer(
-            max_steps=60, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
+        trainer = make_trainer(tmp_path, max_steps=60, max_epochs=-1)
         trainer.fit(classifier, Digits(batch_size=64))
         ends.append(trainer.callback_metrics["val/accuracy"].item())
     assert ends[0] == ends[1] > 0.3
 
 
 def test_data_of_another_shape_are_refused(tmp_path):
-    classifier = module(TwoModes())
-    trainer = Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"image_shape is \(1, 1, 1\) in the module"):
-        trainer.fit(classifier, Digits(batch_size=64))
+        make_trainer(tmp_path, max_steps=1).fit(module(TwoModes()), Digits(batch_size=64))
