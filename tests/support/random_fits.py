@@ -14,8 +14,6 @@ from lit_diffusion.data.latents import LatentIndex
 from support.small_digits import small_digits
 from support.tiny_run import spec
 
-CALLBACKS = "lit_diffusion.callbacks"
-LIGHTNING = "lightning.pytorch.callbacks"
 SAMPLES = 12
 MODELS = ("DDPM", "flow", "EDM", "DiT", "latents", "GAN")
 LATENTS = Path("latents")
@@ -210,50 +208,41 @@ def _callbacks(rng, trainer, model, root, scores):
     ema = rng.random() < 0.7
     average = rng.choice(
         [
-            spec(f"{CALLBACKS}.EMA", decays=[0.9], every_n_steps=rng.randint(1, 2)),
-            spec(f"{CALLBACKS}.EMA", decays=[0.5, 0.99], on_cpu=True),
-            spec(f"{CALLBACKS}.PowerEMA", snapshot_every_n_steps=rng.choice([None, 1, 3])),
+            _ours("EMA", decays=[0.9], every_n_steps=rng.randint(1, 2)),
+            _ours("EMA", decays=[0.5, 0.99], on_cpu=True),
+            _ours("PowerEMA", snapshot_every_n_steps=rng.choice([None, 1, 3])),
         ]
     )
-    fid = spec(
-        f"{CALLBACKS}.FIDEvaluation",
-        num_samples=SAMPLES,
-        extractor="digits-cnn",
-        batch_size=SAMPLES,
-        every_n_steps=steps,
-        weights=rng.choice(["ema", "raw"]) if ema else "raw",
-        repeats_at_end=rng.choice([0, 0, 1]),
-    )
-    name = f"val/fid_{SAMPLES}" + "_raw" * (fid["init_args"]["weights"] == "raw")
+    weights = rng.choice(["ema", "raw"]) if ema else "raw"
+    fid = _fid(steps, weights, repeats_at_end=rng.choice([0, 0, 1]))
+    name = f"val/fid_{SAMPLES}" + "_raw" * (weights == "raw")
     times = rng.choice(
         [
-            spec(f"{CALLBACKS}.TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
-            spec(f"{CALLBACKS}.LossSecondMomentResampler", num_bins=4, history=3),
-            spec(f"{CALLBACKS}.ImportanceWeightedCurriculum", num_steps=9, std=0.3),
-            spec(f"{CALLBACKS}.CurriculumWeight", num_steps=9, std=0.3),
+            _ours("TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
+            _ours("LossSecondMomentResampler", num_bins=4, history=3),
+            _ours("ImportanceWeightedCurriculum", num_steps=9, std=0.3),
+            _ours("CurriculumWeight", num_steps=9, std=0.3),
         ]
     )
     candidates = [
         (ema, average),
         (scores := scores and rng.random() < 0.6, fid),
-        (rng.random() < 0.3, spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=_often(rng))),
-        (adam and rng.random() < 0.5, spec(f"{CALLBACKS}.MomentumDecay", min_beta1=0.4)),
+        (rng.random() < 0.3, _ours("SampleGrid", num=4, every_n_steps=_often(rng))),
+        (adam and rng.random() < 0.5, _ours("MomentumDecay", min_beta1=0.4)),
         (rng.random() < 0.5, times),
         (
             rng.random() < 0.4,
-            spec(
-                f"{CALLBACKS}.NoiseLevelLoss", num_levels=2, num_images=9, every_n_steps=_often(rng)
-            ),
+            _ours("NoiseLevelLoss", num_levels=2, num_images=9, every_n_steps=_often(rng)),
         ),
-        (rng.random() < 0.2, spec(f"{CALLBACKS}.StepSeed", seed=5)),
-        (rng.random() < 0.2, spec(f"{LIGHTNING}.LearningRateMonitor")),
+        (rng.random() < 0.2, _ours("StepSeed", seed=5)),
+        (rng.random() < 0.2, _lightnings("LearningRateMonitor")),
         (
             rng.random() < 0.15,
-            spec(f"{LIGHTNING}.EarlyStopping", monitor="val/loss", min_delta=0.01, patience=2),
+            _lightnings("EarlyStopping", monitor="val/loss", min_delta=0.01, patience=2),
         ),
         (
             trainer["accumulate_grad_batches"] == 1 and rng.random() < 0.15,
-            spec(f"{LIGHTNING}.GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
+            _lightnings("GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
         ),
         (rng.random() < 0.5, _keeper(rng, name if scores and steps is None else "val/loss")),
         (rng.random() < 0.8, _saves_every(rng, root)),
@@ -265,26 +254,31 @@ def _gan_callbacks(rng, root):
     steps, ema, decay = _often(rng), rng.random() < 0.7, {"min_beta1": 0.2, "total_steps": 30}
     average = rng.choice(
         [
-            spec(f"{CALLBACKS}.EMA", decays=[0.9], prefix="generator", buffers=True),
-            spec(f"{CALLBACKS}.PowerEMA", prefix="generator", snapshot_every_n_steps=3),
+            _ours("EMA", decays=[0.9], prefix="generator", buffers=True),
+            _ours("PowerEMA", prefix="generator", snapshot_every_n_steps=3),
         ]
-    )
-    fid = spec(
-        f"{CALLBACKS}.FIDEvaluation",
-        num_samples=SAMPLES,
-        extractor="digits-cnn",
-        batch_size=SAMPLES,
-        every_n_steps=steps,
-        weights="ema" if ema else "raw",
     )
     candidates = [
         (ema, average),
-        (rng.random() < 0.6, fid),
-        (rng.random() < 0.4, spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=_often(rng))),
-        (rng.random() < 0.4, spec(f"{CALLBACKS}.MomentumDecay", **decay)),
+        (rng.random() < 0.6, _fid(steps, "ema" if ema else "raw")),
+        (rng.random() < 0.4, _ours("SampleGrid", num=4, every_n_steps=_often(rng))),
+        (rng.random() < 0.4, _ours("MomentumDecay", **decay)),
         (rng.random() < 0.8, _saves_every(rng, root)),
     ]
     return _shuffled(rng, candidates)
+
+
+def _ours(name, **arguments):
+    return spec(f"lit_diffusion.callbacks.{name}", **arguments)
+
+
+def _lightnings(name, **arguments):
+    return spec(f"lightning.pytorch.callbacks.{name}", **arguments)
+
+
+def _fid(steps, weights, **more):
+    small = {"num_samples": SAMPLES, "batch_size": SAMPLES, "extractor": "digits-cnn"}
+    return _ours("FIDEvaluation", every_n_steps=steps, weights=weights, **small, **more)
 
 
 def _shuffled(rng, candidates):
@@ -305,8 +299,8 @@ def _saves_every(rng, root):
 def _keeper(rng, metric):
     """One that keeps other checkpoints than the last."""
     by_metric = {"monitor": rng.choice([metric, "val/loss"]), "save_top_k": rng.randint(1, 3)}
-    return spec(
-        f"{LIGHTNING}.ModelCheckpoint",
+    return _lightnings(
+        "ModelCheckpoint",
         **rng.choice(
             [
                 by_metric,
