@@ -46,13 +46,12 @@ def test_signals_are_recorded_and_nothing_else_happens(number):
     assert signal.getsignal(number) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_processes_forked_meanwhile_are_ended_by_their_parent_alone(number):
+def test_processes_forked_meanwhile_are_ended_by_their_parent_alone():
     recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
     recorder.start()
     process = child()
     recorder.stop()
-    assert os.system(f"kill -{int(number)} {process.pid}") == 0  # as a batch system does
+    assert os.system(f"kill {process.pid}") == 0  # as a batch system does, which is no parent
     process.join(0.1)
     assert process.exitcode is None
     process.terminate()

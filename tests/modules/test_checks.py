@@ -32,19 +32,13 @@ class Halving:
         return 4 * channels, height // 2, width // 2
 
 
-def test_data_that_say_nothing_fit():
-    check_data(None, PixelCodec(), (1, 8, 8), 10)
-    check_data(object(), PixelCodec(), (1, 8, 8), 10)
-
-
-def test_data_of_another_shape_are_refused():
+def test_data_of_another_shape_or_without_classes_are_refused_and_those_that_say_nothing_fit():
+    for silent in (None, object()):
+        check_data(silent, PixelCodec(), (1, 8, 8), 10)
     check_data(Pictures(), PixelCodec(), (3, 8, 8), None)
     check_data(Pictures(), Halving(), (12, 4, 4), None)
     with pytest.raises(ValueError, match=r"image_shape is \(1, 8, 8\) in the module, but"):
         check_data(Pictures(), PixelCodec(), (1, 8, 8), None)
-
-
-def test_classes_without_labelled_data_are_refused():
     with pytest.raises(ValueError, match="num_classes is 10 in the module, but None in Pictures"):
         check_data(Pictures(), PixelCodec(), (3, 8, 8), 10)
 
@@ -113,10 +107,6 @@ def finite_denoise(values):
     return denoise
 
 
-def test_samples_that_stay_finite_pass():
-    finite_denoise([[0.0, 1.0], [2.0, 3.0]]).raise_if_non_finite(torch.zeros(2, 1), [5, 6], 0)
-
-
 def test_a_sample_is_named_with_the_time_at_which_it_went_wrong():
     denoise = finite_denoise([[0.0, 1.0], [0.0, math.inf], [math.nan, 0.0]])
     with pytest.raises(NonFiniteSamples, match="after 40 optimizer steps, from t = 8 on") as error:
@@ -124,9 +114,9 @@ def test_a_sample_is_named_with_the_time_at_which_it_went_wrong():
     assert error.value.seeds == [5, 6]
 
 
-def test_a_result_that_is_not_finite_counts_too():
+def test_of_finite_steps_a_result_that_is_not_finite_counts_too():
+    denoise = finite_denoise([[0.0, 1.0], [2.0, 3.0]])
+    denoise.raise_if_non_finite(torch.zeros(2, 1), [5, 6], 0)
     with pytest.raises(NonFiniteSamples, match="from the last step on") as error:
-        finite_denoise([[0.0, 0.0]]).raise_if_non_finite(
-            torch.tensor([[0.0], [math.nan]]), [5, 6], 1
-        )
+        denoise.raise_if_non_finite(torch.tensor([[0.0], [math.nan]]), [5, 6], 1)
     assert error.value.seeds == [6]
