@@ -3,6 +3,7 @@
 The command line overrides configs, and configs override the checkpoint.
 """
 
+import errno
 import logging
 import re
 import signal
@@ -61,7 +62,7 @@ from lit_diffusion.cli.run_folder import (
     refuse_mixing,
 )
 from lit_diffusion.cli.run_outputs import RunConfig, requeue_line, resume_line, summary
-from lit_diffusion.config.messages import explain_parse_error, is_user_error
+from lit_diffusion.config.messages import describe_error, explain_parse_error, is_user_error
 from lit_diffusion.config.trust import allow_class_paths, is_within
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, print_error, redeliver_signal
@@ -355,6 +356,8 @@ class RunCLI(LightningCLI):
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, RankWatch) and callback.verdict:
                     raise RuntimeError(callback.verdict) from error
+            if _is_disk_full(error):  # not a mistake of the command line, which exits with 2
+                raise RuntimeError(describe_error(error)) from error
             untrained = self.trainer.global_step == self._saved_step
             if (explanation := explain(error, self.request, untrained)) is not None:
                 raise explanation from error
@@ -428,6 +431,15 @@ def _with_safe_reading(plugins: Any, trust: Sequence[str]) -> list[Any]:
                 f"add --trust {reader.__module__}."
             )
     return plugins if readers else [*plugins, AtomicCheckpointIO()]
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk, or a used-up quota, caused an error."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False
 
 
 # Error messages that name the file or setting at fault

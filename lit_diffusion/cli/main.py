@@ -1,6 +1,7 @@
 """The command `lit-diffusion`: a table of subcommands, each imported when it is called."""
 
 import os
+import select
 import signal
 import sys
 import traceback
@@ -59,31 +60,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 1 failed, 2 user mistake, 75 saved on a signal and to be restarted,
-        128 + n stopped by signal n: 129 hangup, 130 Ctrl-C, 143 termination.
+        128 + n stopped by signal n: 129 hangup, 130 Ctrl-C, 141 closed pipe, 143 termination.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get(DEBUG, "") not in ("", "0")
     args = [arg for arg in args if arg != "--debug"]
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt as end:
+        return 128 + getattr(end, "signal", signal.SIGINT)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():  # `lit-diffusion ... | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
+        return _report(args[0] if args else "", error, debug)
+    return code
+
+
+def _run(args: Sequence[str]) -> int:
+    """Run one command, and return its exit code unless it raises an error."""
     if not args or args[0] in ("-h", "--help"):
         print(usage())
         return 0 if args else 2
-    if args[0] == "--version":
+    command = args[0]
+    if command == "--version":
         print(f"lit-diffusion {__version__}")
         return 0
-    command = args[0]
+    if command not in COMMANDS:
+        raise ValueError(f"there is no command '{command}'; there are {', '.join(COMMANDS)}.")
     try:
-        if command not in COMMANDS:
-            raise ValueError(f"there is no command '{command}'; there are {', '.join(COMMANDS)}.")
         # A job may be preempted during imports, which take seconds.
         with record_signals() if command in ("fit", "sweep") else nullcontext():
             import_module(f"lit_diffusion.{COMMANDS[command][0]}").run(args)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt as end:
-        return 128 + getattr(end, "signal", signal.SIGINT)
-    except Exception as error:
-        return _report(command, error, debug)
     return 0
+
+
+def _stdout_is_closed() -> bool:
+    """Whether the program that reads the output has ended."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def usage() -> str:

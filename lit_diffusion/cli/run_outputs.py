@@ -68,7 +68,8 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
         rows += [("stopped", reason) for reason in reasons if reason]
     records = read_evaluations(root / "evaluations.jsonl")
     rows += fid_rows([record for record in records if not is_repeat(record)])
-    if (file := checkpoint_file(root)).is_file():
+    file = checkpoint_file(root)
+    if file.is_file() and hasattr(trainer.lightning_module, "generate"):
         command = ["lit-diffusion", "sample", "--checkpoint", str(root)]
         if not average_names(read_checkpoint(file, mmap=True), file):
             command += ["--weights", "raw"]

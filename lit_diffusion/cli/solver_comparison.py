@@ -144,7 +144,7 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
     cell.evaluations = len(solver_times(module.solver, module.process))
     record = generator.record(num, num)
     cell.sampling = record["sampling"]
-    if (folder / "grid.png").exists():
+    if (folder / "grid.png").exists() and (folder / RECORD).exists():
         with checked_read(folder / RECORD, "record of samples", "delete its folder") as file:
             if file.read_text() == json_text(record):
                 return

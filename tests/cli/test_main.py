@@ -1,4 +1,5 @@
 import linecache
+import os
 import signal
 import subprocess
 import sys
@@ -131,6 +132,17 @@ def test_a_command_that_a_signal_ends_has_the_code_of_the_signal(stub, error, co
 def test_the_code_of_a_command_that_exits_is_returned(stub, end, code):
     stub(lambda argv: sys.exit(end))
     assert cli.main(["stub"]) == code
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_word():
+    script = "import sys; from lit_diffusion.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for arguments in (["--help"], ["sample", "--help"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        command = [sys.executable, "-c", script, *arguments]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.system

@@ -263,7 +263,10 @@ def check_time(run: ExaminedRun) -> Iterator[Finding]:
     if not training > 0:  # no steps are left, or their number or duration is unknown
         return
     batch = (run.batch_size or 1) * run.trainer.accumulate_grad_batches
-    images = run.count_rounds(None) * math.ceil((run.num_held_out or 0) / run.ranks)
+    held_out = math.ceil((run.num_held_out or 0) / run.ranks)
+    limit = run.trainer.limit_val_batches  # a number of batches, or a share of them
+    limit = limit * (run.batch_size or 1) if isinstance(limit, int) else held_out * limit
+    images = run.count_rounds(None) * min(held_out, limit)
     validation = images * run.step_seconds / batch / 3  # without the backward pass
     generated = sum(grid.num * run.count_rounds(grid.every_n_steps) for grid in run.grids)
     for fid in run.evaluations:

@@ -123,7 +123,8 @@ def build_parser(name: str) -> Parser:
         text = "how far, in lengths of filters; not with --path (default 1)"
         add("--span", type=number, default=1.0, help=text)
         add("--seed", type=integer, default=0, help="of the directions (default 0)")
-        add("--path", nargs="+", metavar="C", help="checkpoints of the run, in order")
+        text = "checkpoints of the run of C, in order: the plane is theirs, and shows their way"
+        add("--path", nargs="+", metavar="C", help=text)
     else:
         add("checkpoint", metavar="C", help="whose weights are analyzed")
         add("--steps", type=integer, default=80, help="of Lanczos (default 80)")

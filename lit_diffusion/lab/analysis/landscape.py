@@ -90,7 +90,10 @@ def principal_plane(
     offsets = torch.stack([_flatten(s, names) - _flatten(center, names) for s in states])
     _, sizes, vectors = torch.linalg.svd(offsets, full_matrices=False)
     if len(sizes) < 2 or not sizes[1] > 1e-9 * sizes[0]:
-        raise ValueError("a way needs two places or more that differ from its end, and each other.")
+        raise ValueError(
+            "--path needs two or more checkpoints of the run of C, whose weights differ from those "
+            "of C and from each other."
+        )
     share = (sizes[:2].square().sum() / sizes.square().sum()).item()
     lengths = [center[name].numel() for name in names]
     plane = []

@@ -63,8 +63,8 @@ def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
     record = selection.last_record(selection.baseline)
     if tuned:
         listed = "; ".join(f"{', '.join(names)} on {data}" for data, names in tuned.items())
-        by = f"{record.get('protocol')}, {record.get('reference')}"
-        notes.append(f"Tuned: {listed}. FID here is by {by}.")
+        by = ", ".join(str(record[key]) for key in ("protocol", "reference") if key in record)
+        notes.append(f"Tuned: {listed}." + f" FID here is by {by}." * bool(by))
     base = sampling_of(record)
     for name in selection.arms:
         sampling = sampling_of(selection.last_record(name))

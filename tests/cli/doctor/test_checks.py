@@ -458,6 +458,9 @@ def test_validation_that_takes_most_of_the_time_is_warned_of(run):
     run.validation_interval = 2
     (time,) = checks.check_time(run)
     assert "48% of it for validation" in time.text
+    for limit, share in ((0.5, "32%"), (2, "25%"), (100, "48%"), (1, "14%")):
+        run.trainer.limit_val_batches = limit
+        assert f"{share} of it for validation" in next(checks.check_time(run)).text
     run.start_step = 2000
     assert list(checks.check_time(run)) == []
     run.start_step, run.step_seconds = 0, float("nan")
