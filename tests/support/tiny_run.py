@@ -190,10 +190,3 @@ class SignalsItself(Writes):
 
 class Nothing(pl.Callback):
     """A callback of the user's own."""
-
-
-class Fails(pl.Callback):
-    """Raises in the first step."""
-
-    def on_before_backward(self, *args: Any) -> None:
-        raise RuntimeError("a mistake")
