@@ -136,7 +136,7 @@ def test_the_code_of_a_command_that_exits_is_returned(stub, end, code):
 
 def test_a_reader_that_has_enough_ends_the_command_without_a_word():
     script = "import sys; from lit_diffusion.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    for arguments in (["--help"], ["sample", "--help"]):
+    for arguments in (["--help"], ["fit", "--help"]):
         reading, writing = os.pipe()
         os.close(reading)
         command = [sys.executable, "-c", script, *arguments]
