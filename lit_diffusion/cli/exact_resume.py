@@ -147,6 +147,12 @@ class ExactResume(AccumulationTracker, Callback):
         trainer._logger_connector._callback_metrics.update(
             {name: value.to(pl_module.device) for name, value in metrics.items()}
         )
+        epochs: Any = trainer.fit_loop.epoch_progress.current
+        if trainer.fit_loop.restarted_mid_epoch and epochs.completed == epochs.ready:
+            # Saved at the end of an epoch; the next one begins as in a run that was not stopped.
+            trainer.fit_loop.reset_restart_stage()
+            loop.restarting = False
+            loop._batches_that_stepped += 1
         if trainer.fit_loop.restarted_mid_epoch:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, GradientAccumulationScheduler):

@@ -223,7 +223,7 @@ def assert_goes_on(tmp_path, recipe, *dying, error):
     with pytest.raises(error) as raised:
         recipe.fit(died, *dying)
     again = recipe.fit(died, ckpt_path=died / "last.ckpt", resumed=True)
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks"):
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "loops"):
         assert_same_bits(again[key], whole[key])
     assert (again["global_step"], again["epoch"]) == (whole["global_step"], whole["epoch"])
     assert curves(died) == curves(tmp_path / "whole")
