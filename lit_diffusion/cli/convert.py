@@ -20,7 +20,7 @@ def build_parser() -> Parser:
     lit-diffusion convert export --checkpoint runs/digits --out exported
     lit-diffusion convert export --checkpoint runs/digits --out exported --format diffusers
     lit-diffusion convert import DiT-XL-2-256x256.pt --kind dit --out dit --network.num_heads=16
-    lit-diffusion fit --config FILE --init_weights dit
+    lit-diffusion fit --config FILE --config dit/model.yaml --init_weights dit
 
 `lit-diffusion convert export --help` and `convert import --help` list their options.""",
     )
@@ -145,3 +145,5 @@ def _import(options: Sequence[str]) -> None:
     class_name = spec["class_path"].rpartition(".")[2]
     built_with = ", ".join(f"{name}={value}" for name, value in spec["init_args"].items())
     print(f"{class_name}({built_with}) is in {args.out}.")
+    options = f"--config {args.out}/model.yaml --init_weights {args.out}"
+    print(f"To train it on: lit-diffusion fit --config CONFIG {options}")

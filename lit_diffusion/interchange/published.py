@@ -5,6 +5,7 @@ whether the label embedding has a row for "no class". The result is checked agai
 shapes of all weights.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import isqrt
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
+from lit_diffusion.files import atomic_write_text
 from lit_diffusion.interchange.diffusers_folder import read_model
 from lit_diffusion.interchange.diffusers_unet import from_diffusers
 from lit_diffusion.interchange.exported import (
@@ -28,6 +31,16 @@ from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 
 Json = dict[str, Any]
+CONFIG = "model.yaml"
+"""File with the settings of the network, beside its weights."""
+_CONFIG_COMMENT = """\
+# An imported network, for a config that names process, loss, data and the rest:
+#   lit-diffusion fit --config CONFIG --config FOLDER/model.yaml --init_weights FOLDER
+"""
+_MODULES = (
+    "lit_diffusion.modules.diffusion.DiffusionModule",
+    "lit_diffusion.modules.classifier.NoisyClassifier",
+)
 State = Mapping[str, Tensor]
 NetworkClass = type[nn.Module]
 
@@ -66,8 +79,33 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
         network_class, arguments = infer(state, kind, overrides, str(file))
     path = f"{network_class.__module__}.{network_class.__name__}"
     spec = {"class_path": path, "init_args": arguments}
-    write_network(out, state, {"network": spec, "weights": "raw", "source": file.name})
+    folder = write_network(out, state, {"network": spec, "weights": "raw", "source": file.name})
+    model = yaml.safe_dump({"model": model_config(network_class, arguments)}, sort_keys=False)
+    atomic_write_text(folder / CONFIG, f"{_CONFIG_COMMENT}{model}")
     return spec
+
+
+def model_config(network_class: NetworkClass, arguments: Mapping[str, Any]) -> Json:
+    """Settings of a module with this network, to be added to a config that names the rest.
+
+    All arguments of the network are in them, as a default must not give way to what an earlier
+    config has. The number of classes is there too; so is the shape of the images, unless the
+    network takes any size.
+    """
+    is_classifier = network_class is EncoderUNet
+    parameters = inspect.signature(network_class).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    init_args: Json = {}
+    if "image_size" in arguments:
+        init_args["image_shape"] = [arguments["in_channels"], *[arguments["image_size"]] * 2]
+    labels = (arguments.get("condition") or {"init_args": arguments})["init_args"]
+    init_args["num_classes"] = (
+        arguments["out_channels"] if is_classifier else labels.get("num_classes")
+    )
+    path = f"{network_class.__module__}.{network_class.__name__}"
+    values = {n: list(v) if isinstance(v, tuple) else v for n, v in (defaults | arguments).items()}
+    init_args["network"] = {"class_path": path, "init_args": values}
+    return {"class_path": _MODULES[is_classifier], "init_args": init_args}
 
 
 def check_weights(state: State, source: str) -> None:

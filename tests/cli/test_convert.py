@@ -19,6 +19,7 @@ from lit_diffusion.networks.dit import DiT
 
 pytestmark = pytest.mark.usefixtures("folder")
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 IMPORT = "convert import dit.pt --kind dit --out out"
 
 
@@ -54,6 +55,15 @@ def test_a_published_file_comes_in(dit, capsys):
     x, t, labels = torch.randn(2, 1, 8, 8), torch.tensor([0.0, 700]), torch.tensor([3, -1])
     with torch.no_grad():
         assert torch.equal(load_network("out")(x, t, labels), dit(x, t, labels))
+
+
+def test_a_published_file_is_trained_on_with_the_config_beside_it(dit, caplog):
+    assert call(f"{IMPORT} --network.num_heads=4") == 0
+    configs = f"--config {CONFIGS}/digits.yaml --config out/model.yaml --init_weights out"
+    loss = '{"class_path": "HybridLoss", "init_args": {"weighting": "Simple"}}'
+    quick = "--trainer.fast_dev_run=1 --trainer.callbacks=[]"
+    assert call(f"fit {configs} --model.loss='{loss}' {quick}") == 0
+    assert f"out: {len(dit.state_dict())} kept." in caplog.text
 
 
 @pytest.mark.parametrize(("weights", "named"), [("ema", "ema_0.9"), ("raw", "raw")])

@@ -1,12 +1,16 @@
 """Files in the published layout, made of the names, shapes and outputs that references gave."""
 
+import inspect
+
 import pytest
 import torch
+import yaml
 from support.golden import Z, load, tensor
 from support.golden_weights import golden_weight
 from torch.testing import assert_close
 
 from lit_diffusion.interchange import load_network
+from lit_diffusion.interchange.exported import build_network
 from lit_diffusion.interchange.published import convert, infer
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
@@ -53,6 +57,12 @@ def test_an_imported_network_gives_the_output_of_its_reference(tag, tmp_path):
     kind = KINDS[tag.split("_")[0]]
     convert(tmp_path / "published.pt", kind, tmp_path / "out", OVERRIDES[tag])
     network = load_network(tmp_path / "out")
+    model = yaml.safe_load((tmp_path / "out" / "model.yaml").read_text())["model"]["init_args"]
+    arguments = model["network"]["init_args"]
+    assert arguments.keys() == inspect.signature(type(network)).parameters.keys()
+    rebuilt = build_network(type(network), arguments)
+    assert repr(rebuilt) == repr(network)
+    assert model["num_classes"] == getattr(network, "num_classes", arguments["out_channels"])
     with torch.no_grad():
         output = network(*recorded_input(tag, network))
     expected = tensor(case(tag), f"{tag}/out_f32")
