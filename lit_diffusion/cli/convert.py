@@ -139,11 +139,14 @@ def _import(options: Sequence[str]) -> None:
         except yaml.YAMLError:
             raise ValueError(f"{other} must be --network.NAME=VALUE in YAML; quote it.") from None
     check_exists("file", args.file)
-    from lit_diffusion.interchange.published import convert
+    from lit_diffusion.files import atomic_write_text
+    from lit_diffusion.interchange.published import convert, model_config
 
     spec = convert(args.file, args.kind, args.out, arguments)
     class_name = spec["class_path"].rpartition(".")[2]
     built_with = ", ".join(f"{name}={value}" for name, value in spec["init_args"].items())
     print(f"{class_name}({built_with}) is in {args.out}.")
-    options = f"--config {args.out}/model.yaml --init_weights {args.out}"
-    print(f"To train it on: lit-diffusion fit --config CONFIG {options}")
+    model = yaml.safe_dump({"model": model_config(spec)}, sort_keys=False)
+    fit = f"lit-diffusion fit --config CONFIG --config {args.out}/model.yaml --init_weights {args.out}"
+    atomic_write_text(Path(args.out) / "model.yaml", f"# {fit}\n{model}")
+    print(f"To train it on, over a config of process, loss and data: {fit}")

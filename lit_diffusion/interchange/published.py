@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
-from lit_diffusion.files import atomic_write_text
 from lit_diffusion.interchange.diffusers_folder import read_model
 from lit_diffusion.interchange.diffusers_unet import from_diffusers
 from lit_diffusion.interchange.exported import (
+    NETWORKS,
     WEIGHTS,
     check_state_dict,
     read_state_dict,
@@ -31,12 +30,6 @@ from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 
 Json = dict[str, Any]
-CONFIG = "model.yaml"
-"""File with the settings of the network, beside its weights."""
-_CONFIG_COMMENT = """\
-# An imported network, for a config that names process, loss, data and the rest:
-#   lit-diffusion fit --config CONFIG --config FOLDER/model.yaml --init_weights FOLDER
-"""
 _MODULES = (
     "lit_diffusion.modules.diffusion.DiffusionModule",
     "lit_diffusion.modules.classifier.NoisyClassifier",
@@ -79,19 +72,18 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
         network_class, arguments = infer(state, kind, overrides, str(file))
     path = f"{network_class.__module__}.{network_class.__name__}"
     spec = {"class_path": path, "init_args": arguments}
-    folder = write_network(out, state, {"network": spec, "weights": "raw", "source": file.name})
-    model = yaml.safe_dump({"model": model_config(network_class, arguments)}, sort_keys=False)
-    atomic_write_text(folder / CONFIG, f"{_CONFIG_COMMENT}{model}")
+    write_network(out, state, {"network": spec, "weights": "raw", "source": file.name})
     return spec
 
 
-def model_config(network_class: NetworkClass, arguments: Mapping[str, Any]) -> Json:
-    """Settings of a module with this network, to be added to a config that names the rest.
+def model_config(spec: Json) -> Json:
+    """Settings of a module with the network of `convert`, for a config that names the rest.
 
     All arguments of the network are in them, as a default must not give way to what an earlier
     config has. The number of classes is there too; so is the shape of the images, unless the
     network takes any size.
     """
+    network_class, arguments = NETWORKS[spec["class_path"]], spec["init_args"]
     is_classifier = network_class is EncoderUNet
     parameters = inspect.signature(network_class).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
@@ -102,9 +94,8 @@ def model_config(network_class: NetworkClass, arguments: Mapping[str, Any]) -> J
     init_args["num_classes"] = (
         arguments["out_channels"] if is_classifier else labels.get("num_classes")
     )
-    path = f"{network_class.__module__}.{network_class.__name__}"
     values = {n: list(v) if isinstance(v, tuple) else v for n, v in (defaults | arguments).items()}
-    init_args["network"] = {"class_path": path, "init_args": values}
+    init_args["network"] = {**spec, "init_args": values}
     return {"class_path": _MODULES[is_classifier], "init_args": init_args}
 
 

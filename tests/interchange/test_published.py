@@ -4,14 +4,13 @@ import inspect
 
 import pytest
 import torch
-import yaml
 from support.golden import Z, load, tensor
 from support.golden_weights import golden_weight
 from torch.testing import assert_close
 
 from lit_diffusion.interchange import load_network
 from lit_diffusion.interchange.exported import build_network
-from lit_diffusion.interchange.published import convert, infer
+from lit_diffusion.interchange.published import convert, infer, model_config
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 
@@ -55,9 +54,9 @@ def recorded_input(tag, network):
 def test_an_imported_network_gives_the_output_of_its_reference(tag, tmp_path):
     torch.save(published(tag), tmp_path / "published.pt")
     kind = KINDS[tag.split("_")[0]]
-    convert(tmp_path / "published.pt", kind, tmp_path / "out", OVERRIDES[tag])
+    spec = convert(tmp_path / "published.pt", kind, tmp_path / "out", OVERRIDES[tag])
     network = load_network(tmp_path / "out")
-    model = yaml.safe_load((tmp_path / "out" / "model.yaml").read_text())["model"]["init_args"]
+    model = model_config(spec)["init_args"]
     arguments = model["network"]["init_args"]
     assert arguments.keys() == inspect.signature(type(network)).parameters.keys()
     rebuilt = build_network(type(network), arguments)
