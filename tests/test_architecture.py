@@ -65,6 +65,10 @@ MAY_IMPORT = {
     ),
     # reads what it wrote without Lightning: a test runs it so
     "interchange.exported": ({"config.renamed", "networks"} | TOOLS, {"safetensors"}),
+    "interchange.diffusers_folder": (
+        {"interchange"} | MATHS | TOOLS,
+        {"diffusers", "safetensors"},
+    ),
     "interchange": ({"interchange", "networks"} | MATHS | TOOLS, {"safetensors"}),
     "data.latents": ({"data", "seeding"} | TOOLS, FRAMEWORK | {"safetensors"}),
     "data.streaming": ({"data"} | TOOLS, FRAMEWORK | {"litdata"}),

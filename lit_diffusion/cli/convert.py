@@ -35,7 +35,8 @@ def build_export_parser() -> Parser:
     safetensors  network.safetensors, and network.json that says how the network is built;
                  lit_diffusion.interchange.load_network(DIR) reads them with torch alone
     diffusers    a folder for DDPMPipeline.from_pretrained (UNet) or DiTPipeline (DiT); what
-                 diffusers cannot express is refused""",
+                 diffusers cannot express is refused. Where diffusers is installed, images
+                 of two seeds say whether the pipeline makes those of the run""",
     )
     add_checkpoint(parser, required=True)
     add, forms = parser.add_argument, ("safetensors", "diffusers")
@@ -101,7 +102,7 @@ def export(
     from torch import nn
 
     from lit_diffusion.checkpoints.loading import load_module, model_spec
-    from lit_diffusion.interchange.diffusers_folder import write_diffusers
+    from lit_diffusion.interchange.diffusers_folder import compare_with_pipeline, write_diffusers
     from lit_diffusion.interchange.exported import write_network
 
     if vae is not None and form != "diffusers":
@@ -120,7 +121,8 @@ def export(
     notes = [f"{loaded.weights} weights of {loaded.path} are in {folder}."]
     state = dict(network.state_dict())
     if form == "diffusers":
-        return notes + write_diffusers(folder, loaded.module, record, state, vae)
+        notes += write_diffusers(folder, loaded.module, record, state, vae)
+        return [*notes, compare_with_pipeline(folder, loaded.module)]
     write_network(folder, state, record)
     return notes
 
@@ -147,6 +149,7 @@ def _import(options: Sequence[str]) -> None:
     built_with = ", ".join(f"{name}={value}" for name, value in spec["init_args"].items())
     print(f"{class_name}({built_with}) is in {args.out}.")
     model = yaml.safe_dump({"model": model_config(spec)}, sort_keys=False)
-    fit = f"lit-diffusion fit --config CONFIG --config {args.out}/model.yaml --init_weights {args.out}"
+    options = f"--config {args.out}/model.yaml --init_weights {args.out}"
+    fit = f"lit-diffusion fit --config CONFIG {options}"
     atomic_write_text(Path(args.out) / "model.yaml", f"# {fit}\n{model}")
     print(f"To train it on, over a config of process, loss and data: {fit}")

@@ -2,10 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from lit_diffusion.interchange import diffusers_dit, diffusers_unet
 from lit_diffusion.interchange.exported import create_folder, read_safetensors, read_state_dict
 from lit_diffusion.parameterizations import Epsilon, Sample, Velocity
 from lit_diffusion.processes import DiscreteVP
+from lit_diffusion.seeding import PerSampleNoise, classes_of
 from lit_diffusion.solvers import DDPM
 
 _PREDICTIONS = {Epsilon: "epsilon", Sample: "sample", Velocity: "v_prediction"}
@@ -85,6 +87,58 @@ def write_diffusers(
         index["vae"] = ["diffusers", "AutoencoderKL"]
     _write_json(out / "model_index.json", {"_class_name": pipeline, **index})
     return remarks
+
+
+@torch.no_grad()
+def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] = (0, 1)) -> str:
+    """Say by which solver a written pipeline samples, and whether it makes the module's images.
+
+    Both start from the noise of the seeds, with the classes of `generate`, and take as many steps
+    as the module's solver. The pipeline has no guidance. Latents are compared before decoding.
+
+    Args:
+        folder: folder of `write_diffusers`.
+        module: the module that was written, in eval mode on the CPU.
+        seeds: one integer per image.
+    """
+    index = _read_json(Path(folder) / "model_index.json")
+    part = "unet" if "unet" in index else "transformer"
+    kind, scheduler_kind = index[part][1], index["scheduler"][1]
+    ours = f"{index['_class_name']} samples by {scheduler_kind}, this run by {module.solver}"
+    try:
+        import diffusers
+    except ModuleNotFoundError:
+        return f"{ours}. Whether images are the same was not measured: diffusers is not installed."
+    network = getattr(diffusers, kind).from_pretrained(Path(folder) / part).eval()
+    for block in getattr(network, "transformer_blocks", []):  # as in `FIX_FREQUENCIES`
+        block.norm1.emb.time_proj.downscale_freq_shift = 0
+    scheduler = getattr(diffusers, scheduler_kind).from_pretrained(Path(folder) / "scheduler")
+    labels = torch.tensor(classes_of(seeds, module.num_classes)) if module.num_classes else None
+
+    noise = PerSampleNoise(seeds)
+    start = noise.draw(module.image_shape)
+    x0 = module.solver.sample(
+        module.denoise_for(labels), module.process, start, noise.randn_like
+    ).float()
+    noise = PerSampleNoise(seeds)
+    x_t, steps = noise.draw(module.image_shape), module.solver.steps
+    is_ddpm = scheduler_kind == "DDPMScheduler"
+    scheduler.set_timesteps(steps)
+    for t in scheduler.timesteps:
+        output = network(x_t, t.expand(len(x_t)), class_labels=labels).sample
+        if not is_ddpm:
+            output = output[:, : x_t.shape[1]]  # DDIMScheduler takes no variance
+        options = {"generator": noise.generators} if is_ddpm else {}
+        x_t = scheduler.step(output, t, x_t, **options).prev_sample
+    if module.codec.bounded:
+        x0, x_t = x0.clamp(-1, 1), x_t.clamp(-1, 1)
+    levels = (x0 - x_t).abs() * 127.5
+    verdict = "the same" if levels.max() < 1 else "not the same"
+    return (
+        f"{ours}. In {steps} steps from seeds {', '.join(map(str, seeds))} their images are "
+        f"{verdict}: they differ by at most {levels.max():.2g} and on average {levels.mean():.2g} "
+        "of 255 levels."
+    )
 
 
 def scheduler_config(module: Any) -> Json:

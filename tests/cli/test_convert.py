@@ -42,7 +42,9 @@ def test_a_run_goes_out_as_weights_and_as_a_folder_of_diffusers(run, capsys):
     with torch.no_grad():
         assert torch.equal(load_network("out")(x, t, labels), run.network(x, t, labels))
     assert call("convert export --checkpoint run --out pipe --format diffusers") == 0
-    assert "The network takes labels" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "The network takes labels" in output
+    assert "DDPMPipeline samples by DDPMScheduler, this run by" in output
     assert call("convert import pipe --kind diffusers-unet --out back") == 0
     with torch.no_grad():
         output = load_network("back")(x, t, labels)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange
 from lit_diffusion.grids import Stride
 from lit_diffusion.interchange.diffusers_dit import FIX_FREQUENCIES
 from lit_diffusion.interchange.diffusers_folder import (
+    compare_with_pipeline,
     read_model,
     scheduler_config,
     write_diffusers,
@@ -27,7 +29,7 @@ from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import EDMPreconditioning, Epsilon, Sample, Velocity
 from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, LinearBetas
 from lit_diffusion.seeding import PerSampleNoise
-from lit_diffusion.solvers import DDIM, DDPM
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP
 
 SEEDS = [3, 5]
 ARGUMENTS = {"in_channels": 1, "out_channels": 1, "model_channels": 16, "norm_groups": 4}
@@ -116,6 +118,27 @@ def test_ddpm_pipeline_makes_our_image_of_a_seed(
     generators = PerSampleNoise(SEEDS).generators
     pipeline = pipeline_of(tmp_path)
     close(pipeline(2, generators, steps, output_type="pt").images, our_images(ours))
+
+
+@pytest.mark.parametrize(
+    ("network", "solver", "expected"),
+    [
+        (unet, DDPM(FixedSmall(), steps=7), "DDPMScheduler, .* the same: .* most [0-9.]+e-0"),
+        (lambda: unet(num_classes=3), DDPM(FixedSmall(), steps=7), "images are the same"),
+        (unet, DPMSolverPP(7), r"this run by DPMSolverPP\(.*In 7 steps .* are not the same"),
+        (dit, DDIM(10, times=Stride(), clip=False), "DDIMScheduler, .* images are the same"),
+        (dit, DDPM(FixedSmall(), steps=7, clip=False), "DDIMScheduler, .* not the same"),
+    ],
+)
+def test_an_export_says_whether_images_are_the_same(network, solver, expected, tmp_path):
+    pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
+    network = network()
+    classes = {"num_classes": network.num_classes}
+    is_dit, arguments = isinstance(network, DiT), ARGUMENTS | classes
+    shape = {"image_shape": (4, 8, 8)} if is_dit else {}
+    ours = module(network, solver=solver, **classes, **shape)
+    write(tmp_path, ours, DIT if is_dit else arguments)
+    assert re.search(expected, compare_with_pipeline(tmp_path, ours))
 
 
 @pytest.mark.quick("solver1")
