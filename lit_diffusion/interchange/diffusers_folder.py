@@ -101,7 +101,8 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
         module: the module that was written, in eval mode on the CPU.
         seeds: one integer per image.
     """
-    index = _read_json(Path(folder) / "model_index.json")
+    folder = Path(folder)
+    index = _read_json(folder / "model_index.json")
     part = "unet" if "unet" in index else "transformer"
     kind, scheduler_kind = index[part][1], index["scheduler"][1]
     ours = f"{index['_class_name']} samples by {scheduler_kind}, this run by {module.solver}"
@@ -109,10 +110,12 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
         import diffusers
     except ModuleNotFoundError:
         return f"{ours}. Whether images are the same was not measured: diffusers is not installed."
-    network = getattr(diffusers, kind).from_pretrained(Path(folder) / part).eval()
+    network = getattr(diffusers, kind).from_config(_read_json(folder / part / "config.json")).eval()
+    network.load_state_dict(read_safetensors(folder / part / f"{_WEIGHTS_STEM}.safetensors"))
     for block in getattr(network, "transformer_blocks", []):  # as in `FIX_FREQUENCIES`
         block.norm1.emb.time_proj.downscale_freq_shift = 0
-    scheduler = getattr(diffusers, scheduler_kind).from_pretrained(Path(folder) / "scheduler")
+    config = _read_json(folder / "scheduler" / "scheduler_config.json")
+    scheduler = getattr(diffusers, scheduler_kind).from_config(config)
     labels = torch.tensor(classes_of(seeds, module.num_classes)) if module.num_classes else None
 
     noise = PerSampleNoise(seeds)
