@@ -216,7 +216,7 @@ def test_one_step_of_lanczos_gives_the_curvature_along_a_random_vector():
         ("consistency a b --extractor unknown", "unknown"),
         ("landscape a --points 1", "points must be >= 2, got 1"),
         ("landscape a --span nan", "--span: must be a finite number, got nan"),
-        ("landscape a --path a a", "two places or more that differ"),
+        ("landscape a --path a a", "--path needs two or more checkpoints"),
         ("interpolate a b --points 1", "points must be >= 2, got 1"),
         ("hessian a --vectors -1", "vectors must be >= 1, got -1"),
         ("hessian a --weights ema_0.5", "ema_0.5"),
