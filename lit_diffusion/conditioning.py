@@ -113,9 +113,9 @@ class Words:
         for word in words:
             if word not in self.vocabulary:
                 (nearest,) = get_close_matches(word, self.vocabulary, n=1, cutoff=0)
-                words = ", ".join(self.vocabulary[:50]) + ", ..." * (len(self.vocabulary) > 50)
+                listed = ", ".join(self.vocabulary[:50]) + ", ..." * (len(self.vocabulary) > 50)
                 raise ValueError(
-                    f"{word!r} is not in the vocabulary; the nearest is {nearest!r}, of {words}."
+                    f"{word!r} is not in the vocabulary; the nearest is {nearest!r}, of {listed}."
                 )
         ids = [self.vocabulary.index(word) for word in words]
         return torch.tensor(ids + [-1] * (self.length - len(ids)))

@@ -88,9 +88,11 @@ class Run:
     @property
     def max_batches(self) -> int | None:
         """`max_steps` in batches, which rows of metrics.csv count: a GAN's are fewer than steps."""
+        steps = self.max_steps
         n = flatten_config(self.config).get("model.discriminator_steps")
-        is_gan = isinstance(n, int) and n > 0  # then the generator steps in each n-th batch
-        return self.max_steps * n // (n + 1) if self.max_steps and is_gan else self.max_steps
+        if steps and isinstance(n, int) and n > 0:  # the generator steps in each n-th batch
+            return steps * n // (n + 1)
+        return steps
 
     @property
     def fid_metrics(self) -> list[str]:

@@ -169,13 +169,13 @@ class GANModule(LightningModule):
         generator_optimizer, discriminator_optimizer = cast(Sequence[Any], self.optimizers())
         real, labels, _ = self._unpack(batch)
 
-        z = torch.randn(len(real), self._latent_dim, device=self.device, dtype=self.dtype)
+        z = torch.randn(len(real), self._latent_dim, device=real.device, dtype=real.dtype)
         loss = self.discriminator_losses(real, labels, z).mean()
         self.log("train/discriminator_loss", loss.detach(), prog_bar=True)
         self._step(discriminator_optimizer, loss + self.r1_penalty(real, labels))
 
         if self.global_step % (self.discriminator_steps + 1) == self.discriminator_steps:
-            z = torch.randn(len(real), self._latent_dim, device=self.device, dtype=self.dtype)
+            z = torch.randn(len(real), self._latent_dim, device=real.device, dtype=real.dtype)
             loss = self.generator_losses(labels, z).mean()
             self._generator_loss = loss.detach()
             self._step(generator_optimizer, loss)
@@ -233,7 +233,8 @@ class GANModule(LightningModule):
         labels = cast(Tensor | None, condition_for(seeds, labels, self.conditioning))
         labels = None if labels is None else labels.to(self.device)
         with eval_mode(self.generator):
-            x0 = self.generator(self.latents(seeds).to(self.device, self.dtype), labels).float()
+            z = self.latents(seeds).to(self.device).to(self.dtype)
+            x0 = self.generator(z, labels).float()
         is_finite = x0.isfinite().flatten(1).all(1).tolist()
         if not all(is_finite):
             bad = [seed for seed, finite in zip(seeds, is_finite, strict=True) if not finite]
