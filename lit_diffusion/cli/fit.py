@@ -108,11 +108,11 @@ def _refuse_wrong_options(options: Sequence[str]) -> None:
     """Raise ValueError for an option that does not exist, or a word that belongs to no option."""
     takes_value = False
     for option in options:
-        is_name = option.startswith("--") or option in ("-c", "-h")
+        is_name = option.startswith("--") or (option.startswith("-c") and not takes_value)
         if not is_name and not takes_value:
             fix = f"; write --config {option}" if option.endswith((".yaml", ".yml")) else ""
             raise ValueError(f"{option} belongs to no option{fix}.")
-        takes_value = is_name and "=" not in option
+        takes_value = is_name and "=" not in option and (option[1] == "-" or option == "-c")
         first, *rest = option.split("=")[0].rstrip("+").lstrip("-").split(".")
         if not option.startswith("--") or (first in OPTIONS and not (first == "trainer" and rest)):
             continue

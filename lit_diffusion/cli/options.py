@@ -65,8 +65,8 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class _Help(argparse.Action):
     """Prints the help, without rare options unless the value is "all"."""
 
-    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: Any = None) -> None:
-        if parser.rare and value != "all":
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if parser.rare and values != "all":
             for action in parser.rare:
                 action.help = argparse.SUPPRESS
             parser.epilog = f"{len(parser.rare)} more options: {parser.prog} --help all"
