@@ -204,7 +204,7 @@ def test_later_configs_of_data_change_earlier_ones_as_in_fit(capsys):
     files = ["base.yaml", "model.yaml", "more.yaml"]
     data = data_of_run(None, files, [])
     assert (type(data).__name__, data.batch_size, data.num_workers) == ("Digits", 3, 0)
-    Path("other.yaml").write_text("data: {class_path: DescribedDigits}")
+    Path("other.yaml").write_text("data: {class_path: lit_diffusion.data.digits.DescribedDigits}")
     assert data_of_run(None, [*files, "other.yaml"], []).batch_size == 128
     assert "DescribedDigits replaces Digits" in capsys.readouterr().err
 

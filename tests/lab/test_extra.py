@@ -35,13 +35,15 @@ sys.exit(main(sys.argv[1:]))
     [
         ("compare runs", "markdown_it"),
         (f"sweep tiny.yaml --arms slow.yaml --seeds 0 {TRUST}", "matplotlib"),
-        ("analyze consistency runs/a runs/b --out out", "scipy"),
+        ("analyze consistency a.ckpt b.ckpt --out out", "scipy"),
     ],
 )
 def test_a_command_that_needs_the_extra_names_it_before_any_work(
     command, package, monkeypatch, capsys
 ):
     write_configs()
+    for name in ("a.ckpt", "b.ckpt"):
+        Path(name).touch()
     before = sorted(Path().iterdir())
     monkeypatch.setitem(sys.modules, package, None)  # an import of it fails as if it were absent
     assert call(command) == 2

@@ -574,6 +574,7 @@ class WithTest(Digits):
         return super().load("val" if split == "test" else split)
 
 
+@pytest.mark.filterwarnings("ignore:16 images cannot fill a covariance")
 @pytest.mark.parametrize(("data", "split"), [(Digits, "val"), (WithTest, "test")])
 def test_what_is_tested_on_is_in_the_names_of_the_metrics(tmp_path, data, split):
     fid = FIDEvaluation(16, extractor="digits-cnn", batch_size=16, weights="raw")
