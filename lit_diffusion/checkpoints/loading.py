@@ -1,6 +1,8 @@
 """Loading modules with the weights of a checkpoint."""
 
+import os
 import re
+import shlex
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -8,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from lit_diffusion.checkpoints.averages import select_weights
 from lit_diffusion.checkpoints.reading import (
@@ -55,7 +58,8 @@ def load(
         module: module to load the weights into, which keeps its own if they do not fit. None builds
             it from the class paths in the file, which modules built without YAML do not have.
         trust: packages that those class paths may name, besides `config.trust.TRUSTED`; and
-            folders that its codec may read, if no config in its run folder names them.
+            folders, each written with a "/", that its codec may read if no config in its run folder
+            names them.
 
     Returns:
         The module; a DiffusionModule is ready for `generate`.
@@ -81,12 +85,7 @@ def load_module(
     """Load a module together with its checkpoint. The arguments are those of `load`."""
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
-    backup = None
-    if module is not None:
-        backup = {
-            n: v.clone() if isinstance(v, Tensor) else v for n, v in module.state_dict().items()
-        }
-    else:
+    if module is None:
         with limit_parameters(checkpoint["state_dict"]):
             module = build_module(checkpoint, path, trust)
     module.on_load_checkpoint(checkpoint)  # as in Lightning; may raise
@@ -97,12 +96,7 @@ def load_module(
     by_identity = {id(parameters[n]): value for n, value in averages.items() if n in parameters}
     shared = {n: by_identity[id(p)] for n, p in parameters.items() if id(p) in by_identity}
     state = strip_compile_prefix(checkpoint["state_dict"])
-    try:
-        load_state(module, {**state, **averages, **shared}, path)
-    except ValueError:
-        if backup is not None:  # torch has loaded the weights that fit
-            module.load_state_dict(backup)
-        raise
+    load_state(module, {**state, **averages, **shared}, path)
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return LoadedModule(module.eval(), path, step, name, checkpoint)
 
@@ -145,19 +139,20 @@ def build_module(
 
 
 def instantiate(
-    specs: Sequence[Mapping[str, Any]],
+    specs: Sequence[Any],
     base: type,
     trust: Iterable[str],
     path: str | Path,
     options: Sequence[str] = (),
     *,
     key: str = "object",
-    check: Callable[[Mapping[str, Any]], None] = lambda config: None,
+    check: Callable[[Any], None] = lambda config: None,
 ) -> Any:
     """Build the object that class paths and arguments in files describe.
 
     Args:
-        specs: "class_path" and "init_args"; each overrides parts of those before it.
+        specs: "class_path" and "init_args", or only the name of a class; each overrides parts of
+            those before it.
         base: class that the object must be an instance of.
         trust: packages that class paths may name, besides `config.trust.TRUSTED`.
         path: path of the file, for error messages.
@@ -175,58 +170,59 @@ def instantiate(
             if len(specs) == 1 and not options:
                 config = parser.parse_object({key: specs[0]})
             else:
-                settings = [f"--{key}={yaml.safe_dump(dict(spec))}" for spec in specs]
-                config = parser.parse_args([*settings, *options])
-            check(config[key].as_dict())
+                texts = [spec if isinstance(spec, str) else yaml.safe_dump(spec) for spec in specs]
+                config = parser.parse_args([*(f"--{key}={text}" for text in texts), *options])
+            check(config[key])
             return parser.instantiate(config)[key]
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {explain_parse_error(error)}") from error
         except Exception as error:  # a constructor may raise anything
             cause = f"{type(error).__name__}: {first_line(error)}"
-            names = [key, *(spec["class_path"] for spec in specs if "class_path" in spec)]
-            raise ValueError(f"{path}: {names[-1]} cannot be built: {cause}.") from error
+            paths = [spec.get("class_path") for spec in specs if isinstance(spec, Mapping)]
+            name = [key, *filter(None, paths)][-1]
+            raise ValueError(f"{path}: {name} cannot be built: {cause}.") from error
 
 
 def check_codec_folder(
-    model: Mapping[str, Any],
-    checkpoint: Path,
-    trust: Iterable[str] = (),
-    configs: Iterable[str | Path] = (),
-    options: Iterable[str] = (),
+    model: Any, checkpoint: Path, trust: Iterable[str] = (), settings: Sequence[Any] = ()
 ) -> None:
-    """Raise ValueError if a model's codec would read a folder that only its checkpoint names.
+    """Raise ValueError if a model would read a codec's folder that only its checkpoint names.
 
     A folder in the checkpoint's run folder is allowed, and one that a config there names.
 
     Args:
-        model: parsed class path and arguments.
+        model: parsed class path and arguments. A part of the model may have a codec, too.
         checkpoint: path of the file.
-        trust: folders that may be read.
-        configs: further configs that may name the folder.
-        options: options of the command line that may name it.
+        trust: folders that may be read, with a "/"; names without one are packages.
+        settings: the user's own settings of the model, whose folders may be read.
     """
-    codec = model.get("init_args", {}).get("codec") or {}
-    folder = codec.get("init_args", {}).get("folder")
-    named = {*trust, *(word for option in options for word in re.split(r"[\s=,:'\"{}]+", option))}
-    if folder is None or folder in named:
-        return
-    if checkpoint.parent.name == "checkpoints":
+    trusted = [{"folder": name} for name in trust if "/" in name]
+    unnamed = _folders(model) - _folders([*settings, *trusted])
+    if unnamed and checkpoint.parent.name == "checkpoints":
         run = checkpoint.parent.parent
-        if Path(folder).resolve().is_relative_to(run.resolve()):
-            return
-        configs = [*configs, *run.glob("config*.yaml")]
-    if not any(folder in _texts(read_yaml(config)) for config in configs):
+        configs = [read_yaml(config) for config in run.glob("config*.yaml")]
+        unnamed -= _folders([each.get("model") for each in configs if isinstance(each, dict)])
+        unnamed = {name for name in unnamed if not Path(name).is_relative_to(run.resolve())}
+    if unnamed:
+        folder = shlex.quote(min(unnamed))
         raise ValueError(
-            f"{checkpoint} names the folder {folder} of its codec, which no config of its run "
+            f"the checkpoint names the folder {folder} of its codec, which no config of its run "
             f"names; to read it nevertheless, add --trust {folder}."
         )
 
 
-def _texts(value: Any) -> set[str]:
-    """All strings in nested dictionaries and lists, without keys."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    texts = {value} if isinstance(value, str) else set()
-    return texts.union(*map(_texts, parts))
+def _folders(settings: Any) -> set[str]:
+    """Absolute paths of the arguments `folder` in nested settings."""
+    if isinstance(settings, Namespace):
+        settings = vars(settings)
+    elif isinstance(settings, list | tuple):
+        settings = dict(enumerate(settings))
+    if not isinstance(settings, Mapping):
+        return set()
+    folders = set[str]().union(*map(_folders, settings.values()))
+    if isinstance(folder := settings.get("folder"), str | Path):
+        folders.add(os.path.realpath(os.path.expanduser(folder)))
+    return folders
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
@@ -252,16 +248,26 @@ def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str |
     """Load the weights `state`, read from `path`, into `module`.
 
     Raises:
-        ValueError: if they do not fit. The message names the first three differences.
+        ValueError: if they do not fit; the module keeps its own. The message names the first three
+            differences.
     """
     refuse_other_dtypes(module, state, path)
     try:
+        with _WithoutCopying():  # torch raises only after it has copied what fits
+            module.load_state_dict(state)
         module.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(
             f"{path} is of another architecture: {list_mismatches(error)} "
             "Use the config that it was trained with."
         ) from error
+
+
+class _WithoutCopying(TorchFunctionMode):
+    """Context in which `load_state_dict` only checks, with the hooks of all layers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
 def list_mismatches(error: RuntimeError) -> str:

@@ -57,6 +57,7 @@ from lit_diffusion.cli.run_callbacks import (
 from lit_diffusion.cli.run_folder import (
     Request,
     latest_config,
+    model_settings,
     occupied,
     read_config,
     refuse_mixing,
@@ -207,8 +208,8 @@ class RunCLI(LightningCLI):
         """Refuse wrong settings, and a fit that would overwrite or repeat another run."""
         request = self.request
         if self._saved_model is not None and request.checkpoint is not None:
-            names = request.trust, request.configs, request.options
-            check_codec_folder(self.config_dump["model"], request.checkpoint, *names)
+            model, settings = self.config_dump["model"], model_settings(request)
+            check_codec_folder(model, request.checkpoint, request.trust, settings)
         trainer = self.config_dump["trainer"]
         if trainer["max_steps"] is None:
             raise ValueError("trainer.max_steps must be a number, -1 for no end, got null.")

@@ -206,8 +206,8 @@ def add_checkpoint(parser: Parser, required: bool) -> None:
 
 def add_trust(parser: Parser, file: str) -> None:
     """Add --trust, for what `file` names."""
-    text = f"""package whose code class paths in {file} may import, or folder that its codec may
-        read; may be repeated"""
+    text = f"""package whose code class paths in {file} may import, or folder, with a /, that its
+        codec may read; may be repeated"""
     parser.add_rare("--trust", action="append", default=[], metavar="NAME", help=text)
 
 

@@ -9,7 +9,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -157,6 +157,24 @@ def _is_run_config(config: str | Path) -> bool:
     """Whether a config was written by a run and is still in its run folder."""
     path = Path(config)
     return bool(re.fullmatch(r"config(\.resume-\d+)?\.yaml", path.name) and traces(path.parent))
+
+
+def model_settings(request: Request) -> list[Any]:
+    """What the configs and options of a command line set of the model, as nested dictionaries.
+
+    The settings in its checkpoint and its run folder are not among them.
+    """
+    settings = [read_config(config).get("model") for config in request.configs]
+    for option, following in zip(request.options, [*request.options[1:], ""], strict=True):
+        name, equals, text = option.partition("=")
+        is_config = name in ("--config", "-c")
+        if not (is_config or name.startswith("--model")):
+            continue
+        text = text if equals else following
+        with suppress(yaml.YAMLError, ValueError):  # a text for one argument
+            value = {"folder": text} if name.endswith(".folder") else yaml.safe_load(text)
+            settings.append(value.get("model") if is_config and isinstance(value, dict) else value)
+    return settings
 
 
 def _replace_folder(value: Any, old: str, new: str) -> Any:

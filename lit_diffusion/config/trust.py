@@ -56,7 +56,7 @@ def allow_class_paths(
 
     Args:
         packages: dotted names of modules, or of packages with everything below them. Others are
-            ignored: they are folders for `checkpoints.loading.check_codec_folder`.
+            ignored: those with a "/" are folders for `checkpoints.loading.check_codec_folder`.
         report: called with a line that names the dropped arguments.
     """
     packages = tuple(name for name in packages if name.replace(".", "_").isidentifier())

@@ -1,21 +1,27 @@
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningDataModule
 from support.commands import call
 from support.small_digits import small_digits
 from support.tiny_checkpoint import checkpoint_of, tiny
+from torch import nn
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from lit_diffusion.checkpoints.loading import (
     build_module,
     check_codec_folder,
+    instantiate,
     load,
     load_module,
 )
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import write_checkpoint
+from lit_diffusion.cli.run_folder import model_settings, read_command_line
 from lit_diffusion.protocols import NonFiniteSamples
 
 
@@ -82,6 +88,12 @@ def test_weights_saved_from_a_compiled_network_fit_one_that_is_not(tmp_path):
         assert all((p == value).all() for p in module.parameters())
 
 
+def test_weights_are_loaded_into_layers_without_a_shape_yet(file):
+    module = tiny()
+    module.network.layers[0] = nn.LazyLinear(3)
+    assert torch.equal(load(file, "raw", module=module).network.layers[0].weight, torch.ones(3, 2))
+
+
 def test_a_module_is_built_from_the_class_paths_in_the_file(tmp_path):
     """Samples that are not finite are reported without a step that is not theirs."""
     first = build_module({"hyper_parameters": digits_spec()}, "x")
@@ -121,33 +133,70 @@ def codec_spec(folder) -> dict:
 
 def test_a_folder_that_a_checkpoint_alone_names_is_not_read(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    codec = codec_spec("sd-vae")
-    for hidden in (json.dumps(codec), codec):
-        spec = digits_spec() | {"codec": hidden}
-        write_checkpoint(checkpoint_of(tiny(), hyper_parameters=spec), tmp_path / "x.ckpt")
-        with pytest.raises(ValueError, match=r"x\.ckpt names the folder .* add --trust sd-vae\."):
-            load("x.ckpt")
-    with pytest.raises(ValueError, match="sd-vae holds no"):
-        load("x.ckpt", trust=["sd-vae"])
+    codec, spec = codec_spec("sd vae"), small_digits(1)["model"]
+    nested = spec | {"init_args": spec["init_args"] | {"codec": codec}}
+    for hidden in ({"codec": json.dumps(codec)}, {"codec": codec}, {"network": nested}):
+        saved = digits_spec() | hidden
+        write_checkpoint(checkpoint_of(tiny(), hyper_parameters=saved), tmp_path / "x.ckpt")
+        fix = re.escape(f"--trust '{tmp_path / 'sd vae'}'.")
+        with pytest.raises(ValueError, match=rf"^x\.ckpt: the checkpoint names .*{fix}$"):
+            load("x.ckpt", trust=["sd vae"])  # a name without "/" is a package
+    for trusted in ("./sd vae", str(tmp_path / "sd vae")):
+        with pytest.raises(ValueError, match="sd vae holds no"):
+            load("x.ckpt", trust=[trusted])
     assert call("validate --ckpt_path x.ckpt --data=Digits") == 2
-    assert "add --trust sd-vae." in capsys.readouterr().err
+    assert f"add --trust '{tmp_path / 'sd vae'}'." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "option", ["--model.codec.folder=vae", "vae", "--model.codec={folder: vae}"]
+    ("folder", "options"),
+    [
+        ("vae", ["--model.codec.folder=vae"]),
+        ("vae", ["--model.codec.folder", "./vae/"]),
+        ("my vae, 'a': b", ["--model.codec.init_args.folder=my vae, 'a': b"]),
+        ("vae", ["--model.codec={folder: vae}"]),
+        ("vae", ["--config=model: {codec: {folder: vae}}"]),
+        ("vae", ["--config", "own.yaml"]),
+    ],
 )
-def test_the_folder_of_a_codec_may_be_named_by_the_user_and_the_run(tmp_path, option):
+def test_the_folder_of_a_codec_may_be_named_by_the_command_line(
+    tmp_path, monkeypatch, folder, options
+):
+    monkeypatch.chdir(tmp_path)
+    model = {"init_args": {"codec": codec_spec(folder)}}
+    Path("own.yaml").write_text(yaml.safe_dump({"model": model}))
+    settings = model_settings(read_command_line(["fit", *options]))
+    check_codec_folder(model, Path("x.ckpt"), (), settings)
+    others = (
+        f"--data.train={folder}",
+        f"--data.folder={folder}",
+        f"--config=data: {{folder: {folder}}}",
+    )
+    settings = model_settings(read_command_line(["fit", *others]))
+    with pytest.raises(ValueError, match="names the folder"):
+        check_codec_folder(model, Path("x.ckpt"), (), settings)
+
+
+def test_the_folder_of_a_codec_may_be_in_the_run_folder_or_named_by_a_config_there(tmp_path):
     file = tmp_path / "run" / "checkpoints" / "last.ckpt"
     file.parent.mkdir(parents=True)
     model = {"init_args": {"codec": codec_spec("vae")}}
+    check_codec_folder(codec_spec(str(tmp_path / "run" / "x")), file)
     config = tmp_path / "run" / "config.yaml"
-    with pytest.raises(ValueError, match="names the folder vae"):
-        check_codec_folder(model, file, options=["--data.train=vae2"])
-    check_codec_folder(model, file, options=[option])
-    check_codec_folder({"init_args": {"codec": codec_spec(str(tmp_path / "run" / "x"))}}, file)
+    config.write_text(yaml.safe_dump({"data": model}))
+    with pytest.raises(ValueError, match="names the folder"):
+        check_codec_folder(model, file)
     config.write_text(yaml.safe_dump({"model": model}))
     check_codec_folder(model, file)
-    check_codec_folder(model, tmp_path / "x.ckpt", configs=[config])
+
+
+def test_a_config_may_name_a_class_alone_and_a_later_one_and_options_change_its_arguments():
+    later, options = {"init_args": {"batch_size": 3}}, ["--data.num_workers=1"]
+    data = instantiate(["Digits", later], LightningDataModule, (), "x", options, key="data")
+    assert (data.batch_size, data.num_workers) == (3, 1)
+    for wrong in (5, [5]):
+        with pytest.raises(ValueError, match=r"^x: data: "):
+            instantiate([wrong], LightningDataModule, (), "x", options, key="data")
 
 
 def test_averages_of_other_numbers_than_the_weights_are_refused(tmp_path):
