@@ -15,6 +15,7 @@ from lit_diffusion.checkpoints.loading import checkpoint_file, instantiate
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.options import SPLITS, check_exists
 from lit_diffusion.cli.run_folder import latest_config, read_config, run_of
+from lit_diffusion.config.trust import is_within
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.metrics.images import HasSplits, ImageSet, open_images, open_split
 
@@ -106,33 +107,65 @@ def real_images(
 def protocol_of_run(checkpoint: str | None) -> str:
     """Name of the FID protocol of a run: of its last evaluation, else of its config.
 
-    For an extractor that was trained, it is the path of its copy in the run folder.
+    For an extractor that was trained, it is the path of its copy in the run folder. Files elsewhere
+    are never named.
+
+    Raises:
+        ValueError: if the config names an extractor of another class, or one without a single copy.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:
         return InceptionV3Compat.name
     protocols = [each["protocol"] for each in _evaluations_of_run(checkpoint) if "protocol" in each]
-    name = str(protocols[-1]) if protocols else _configured_extractor(root)
-    stem = Path(name).name.removesuffix(".safetensors")  # of no other folder
-    # The copy of a file that a config names has its hash behind the name.
-    is_copied = not protocols and name.endswith(".safetensors")
-    copies = sorted(root.glob(f"{escape(stem)}{'-*' if is_copied else ''}.safetensors"))
-    return str(copies[-1]) if copies else stem
+    if not protocols:
+        return _protocol_of_config(root)
+    name = Path(str(protocols[-1])).name.removesuffix(".safetensors")
+    copy = root / f"{name}.safetensors"
+    return str(copy) if copy.exists() else name
 
 
-def _configured_extractor(root: Path) -> str:
-    """Extractor of the first FIDEvaluation in the config of a run folder, or the usual one."""
+def _protocol_of_config(root: Path) -> str:
+    """Name or copy of the extractor in the config of a run folder, else the usual protocol."""
     file = latest_config(root)
     trainer = (read_config(file) if file else {}).get("trainer")
     callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
-    for callback in callbacks if isinstance(callbacks, list) else []:
-        if isinstance(callback, dict) and str(callback.get("class_path")).endswith("FIDEvaluation"):
-            extractor = callback["init_args"]["extractor"]
-            if isinstance(extractor, str):
-                return extractor
-            arguments = extractor.get("init_args") or {}
-            return str(arguments.get("name") or arguments.get("path") or InceptionV3Compat.name)
-    return InceptionV3Compat.name
+    evaluations = [
+        callback
+        for callback in (callbacks if isinstance(callbacks, list) else [callbacks])
+        if isinstance(callback, dict) and str(callback.get("class_path")).endswith("FIDEvaluation")
+    ]
+    if not evaluations:
+        return InceptionV3Compat.name
+    extractor = (evaluations[0].get("init_args") or {}).get("extractor")
+    name, fix = _extractor_name(extractor), "name one by --extractor of `evaluate` or `analyze`"
+    if name is None:
+        raise ValueError(
+            f"without evaluations, the extractor in {file} must be a shipped one or a .safetensors "
+            f"file, got {extractor!r:.200}; {fix}."
+        )
+    if not name.endswith(".safetensors"):
+        return name
+    # FIDEvaluation has put 8 digits of its hash behind the name of the copy.
+    copies = sorted(root.glob(f"{escape(Path(name).stem)}-{'[0-9a-f]' * 8}.safetensors"))
+    if len(copies) != 1:
+        names = ", ".join(copy.name for copy in copies) or "none"
+        raise ValueError(f"{root} must hold one copy of its extractor {name}, has {names}; {fix}.")
+    return str(copies[0])
+
+
+def _extractor_name(extractor: Any) -> str | None:
+    """Name or file of an extractor in a config; None if it has neither."""
+    if isinstance(extractor, str):
+        return extractor
+    spec = extractor if isinstance(extractor, dict) else {}
+    package, _, kind = str(spec.get("class_path")).rpartition(".")
+    arguments = spec.get("init_args") or {}
+    if package and not is_within(package, ["lit_diffusion"]):
+        return None
+    if kind == "InceptionV3Compat" and arguments.items() <= vars(InceptionV3Compat()).items():
+        return InceptionV3Compat.name
+    name = arguments.get({"EmbeddedCNN": "name", "TrainedCNN": "path"}.get(kind))
+    return None if name is None else str(name)
 
 
 def run_folder_of(checkpoint: str | Path) -> Path | None:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -273,9 +274,29 @@ def test_an_unscored_run_has_the_extractor_of_its_config(run):
     assert configure({"class_path": "EmbeddedCNN", "init_args": {"name": "patches-cnn"}}) == (
         "patches-cnn"
     )
-    assert configure("elsewhere/own.safetensors") == "own"  # not what a config names outside
-    Path("run/own-12345678.safetensors").touch()
-    assert Path(configure("elsewhere/own.safetensors")).name == "own-12345678.safetensors"
+    inception = {"class_path": "lit_diffusion.metrics.extractors.InceptionV3Compat"}
+    assert configure(inception | {"init_args": {"weights_path": None}}) == "inception-v3-compat"
+    own = "elsewhere/own.safetensors"
+    for name in ("own-12345678", "own-large-0000aaaa", "own"):
+        Path(f"run/{name}.safetensors").touch()
+    for extractor in (own, {"class_path": "TrainedCNN", "init_args": {"path": own}}):
+        assert Path(configure(extractor)).name == "own-12345678.safetensors"
+    Path("run/own-9abcdef0.safetensors").touch()
+    for extractor, value in {
+        own: "own-12345678.safetensors, own-9abcdef0.safetensors",
+        "elsewhere/other.safetensors": "none",  # not what a config names outside
+    }.items():
+        with pytest.raises(ValueError, match=rf"one copy .*, has {value}; .* --extractor"):
+            configure(extractor)
+    for extractor in (
+        {"class_path": "lit_diffusion.metrics.extractors.Pixels", "init_args": {"channels": 1}},
+        {"class_path": "my.EmbeddedCNN", "init_args": {"name": "digits-cnn"}},
+        {"class_path": "EmbeddedCNN"},
+        inception | {"init_args": {"sha256": "0", "weights_path": "x.pth"}},
+        None,
+    ):
+        with pytest.raises(ValueError, match=rf"got {re.escape(repr(extractor))}; .* --extractor"):
+            configure(extractor)
 
 
 def test_a_record_names_no_extractor_outside_of_its_run_folder(run):
