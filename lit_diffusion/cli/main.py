@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 failed, 2 user mistake, 75 saved on a signal and to be restarted,
         128 + n stopped by signal n: 129 hangup, 130 Ctrl-C, 141 closed pipe, 143 termination.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as by >&-
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get(DEBUG, "") not in ("", "0")
     args = [arg for arg in args if arg != "--debug"]

@@ -145,6 +145,14 @@ def test_a_reader_that_has_enough_ends_the_command_without_a_word():
         assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+def test_a_command_may_have_no_output_or_no_error_output():
+    script = "import sys; from lit_diffusion.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    for closed, argument, code in (("1", "--version", 0), ("2", "smaple", 2)):
+        command = ["sh", "-c", f'exec "$@" {closed}>&-', "sh", sys.executable, "-c", script]
+        done = subprocess.run([*command, argument], capture_output=True)
+        assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
+
+
 @pytest.mark.system
 def test_the_console_script_runs():
     done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True)
