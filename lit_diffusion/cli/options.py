@@ -38,6 +38,8 @@ class Parser(argparse.ArgumentParser):
             add_help=False,
         )
         self.rare: list[argparse.Action] = []
+        # Shells leave the ~ of --option=~/path alone.
+        self.register("type", None, os.path.expanduser)
         if add_help:
             add, default = self.add_argument, argparse.SUPPRESS
             text = "show this and exit"
@@ -231,7 +233,7 @@ def add_sampling(parser: Parser) -> None:
     add("--labels", metavar="0,1,2", help=text)
     text = """text that the images show, for a model of texts; repeat the option for several in
         turn; '' is no text"""
-    add("--prompt", action="append", metavar="TEXT", help=text)
+    add("--prompt", action="append", type=str, metavar="TEXT", help=text)
     text = (
         "number of solver steps (default: as in the checkpoint); Heun has two evaluations in each"
     )

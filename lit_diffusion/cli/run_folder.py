@@ -111,9 +111,8 @@ def read_command_line(argv: Sequence[str]) -> Request:
             raise FileNotFoundError(
                 f"--ckpt_path: there is no file {checkpoint}; name another{start}."
             )
-    options = [_inline_run_config(option, args.config) for option in options]
-    configs, trust = tuple(args.config), tuple(trusted.trust)
-    return Request(command, tuple(options), configs, trust, root, checkpoint, requeued, repeated)
+    joined, configs, trust = _join_configs(options), tuple(args.config), tuple(trusted.trust)
+    return Request(command, tuple(joined), configs, trust, root, checkpoint, requeued, repeated)
 
 
 def _last_value(settings: Sequence[Any], *keys: str) -> Any:
@@ -126,12 +125,20 @@ def _last_value(settings: Sequence[Any], *keys: str) -> Any:
     return value
 
 
-def _inline_run_config(option: str, configs: Sequence[str]) -> str:
-    """Replace the path of a config that a run wrote, in an option or its value, by its content."""
-    prefix, value = ("--config=", option[9:]) if option.startswith("--config=") else ("", option)
-    if value not in configs or not _is_run_config(value):
-        return option
-    return f"{prefix}{yaml.safe_dump(read_config(value))}"
+def _join_configs(options: Sequence[str]) -> Iterator[str]:
+    """Yield the options, with --config FILE, -c FILE and -cFILE written as --config=FILE.
+
+    The path of a config that a run wrote is replaced by its content.
+    """
+    remaining = iter(options)
+    for option in remaining:
+        if not (match := re.match(r"--config(=|$)|-c=?", option)):
+            yield option
+            continue
+        is_alone = option in ("--config", "-c")
+        config = os.path.expanduser(next(remaining, "") if is_alone else option[match.end() :])
+        content = yaml.safe_dump(read_config(config)) if _is_run_config(config) else config
+        yield f"--config={content}"
 
 
 def read_config(config: str | Path) -> Any:

@@ -81,7 +81,17 @@ def test_the_checkpoint_may_be_named_in_a_config():
 def test_trust_is_taken_out_of_the_options_and_all_else_stays_in_order():
     request = read("fit --trust a --config x.yaml --model.lr=1 --trust=b --config y.yaml")
     assert request.trust == ("a", "b")
-    assert request.options == ("--config", "x.yaml", "--model.lr=1", "--config", "y.yaml")
+    assert request.options == ("--config=x.yaml", "--model.lr=1", "--config=y.yaml")
+
+
+@pytest.mark.parametrize("option", ["--config=", "--config ", "-c", "-c=", "-c "])
+def test_a_config_in_the_home_folder_is_read_however_it_is_named(option, monkeypatch):
+    """Shells expand ~ at the beginning of a word only."""
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    write("x.yaml", yaml.safe_dump({"trainer": {"default_root_dir": "from/config"}}))
+    request, file = read(f"fit {option}~/x.yaml --model.lr=1"), str(Path("x.yaml").absolute())
+    assert (request.configs, request.root) == ((file,), Path("from/config"))
+    assert request.options == (f"--config={file}", "--model.lr=1")
 
 
 def test_a_config_that_is_not_yaml_is_named():
@@ -133,13 +143,13 @@ def test_every_resume_gets_a_separate_config_and_the_latest_counts():
         assert latest_config(root) == root / f"config.resume-{n}.yaml"
 
 
-@pytest.mark.parametrize("separator", [" ", "="])
-def test_a_config_that_a_run_wrote_stands_for_the_folder_that_it_is_in(separator):
+@pytest.mark.parametrize("option", ["--config ", "--config=", "-c ", "-c"])
+def test_a_config_that_a_run_wrote_stands_for_the_folder_that_it_is_in(option):
     """Whatever that was called when it was written, and whoever looks from wherever."""
     saver = {"class_path": "Saver", "init_args": {"dirpath": "runs/old/best"}}
     trainer = {"default_root_dir": "runs/old", "callbacks": [saver]}
     write("new/config.resume-1.yaml", yaml.safe_dump({"trainer": trainer}))
-    command = f"fit --config{separator}new/config.resume-1.yaml"
+    command = f"fit {option}new/config.resume-1.yaml"
     assert read(command).root == Path("runs/old")
     write("new/checkpoints/last.ckpt")
     request = read(f"{command} --ckpt_path=last")
