@@ -7,7 +7,6 @@ are skipped. So repeating the command continues a stopped sweep.
 
 import io
 import itertools
-import os
 import reprlib
 import shlex
 import shutil
@@ -49,6 +48,13 @@ BASELINE = "baseline"
 _IGNORED_SETTINGS = ("ckpt_path", "weights_only", "trainer.default_root_dir")
 """Settings that may change when a run resumes."""
 
+_REPLACED_SETTINGS = (
+    ("model.image_shape", "data"),
+    ("model.num_classes", "data"),
+    ("model.network.num_classes", None),
+)
+"""Settings that `fit` replaces, by those of the data or of the network's module."""
+
 
 def parser() -> Parser:
     """Options of the command."""
@@ -75,8 +81,10 @@ On a cluster, each line of --print is an array task, which resumes when it is re
     sbatch --array=1-$(wc -l < commands) configs/cluster/array.sbatch commands""",
     )
     add = parser.add_argument
-    add("configs", nargs="*", metavar="CONFIG", help="configs of the experiment")
-    add("-c", "--config", action="append", default=[], help="same as CONFIG")
+    # One list, in the order of the command line, as later configs win.
+    text = "configs of the experiment"
+    add("configs", nargs="*", action="extend", default=[], metavar="CONFIG", help=text)
+    add("-c", "--config", dest="configs", action="append", metavar="CONFIG", help="same as CONFIG")
     add("--arms", nargs="+", default=[], metavar="ARM", help="configs that are added to CONFIG")
     add("--seeds", type=integers, default=[0, 1, 2], metavar="0,1,2", help="default 0,1,2")
     add("--jobs", type=integer, default=1, metavar="N", help="runs at a time (default 1)")
@@ -96,12 +104,11 @@ def run(argv: Sequence[str]) -> None:
     args, options = parser().parse_known_args(argv[1:])
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
-    configs = [*args.configs, *args.config]
-    if not configs:
+    if not args.configs:
         raise ValueError("needs CONFIG, such as configs/digits.yaml.")
-    check_exists("config", *configs)
-    out = Path(os.path.expanduser(args.out or f"runs/{Path(configs[0]).stem}-sweep"))
-    runs = plan_sweep(configs, args.arms, args.seeds, out, options)
+    check_exists("config", *args.configs)
+    out = Path(args.out or f"runs/{Path(args.configs[0]).stem}-sweep")
+    runs = plan_sweep(args.configs, args.arms, args.seeds, out, options)
     if args.print:
         print("\n".join(shlex.join([*run.command, RESUME]) for run in runs))
         return
@@ -294,7 +301,7 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
     if listed := [
         f"{key} was {reprlib.repr(old)}, is {reprlib.repr(new)}"
         for key, (old, new) in changes.items()
-        if key not in _IGNORED_SETTINGS
+        if key not in _IGNORED_SETTINGS and (key, new) not in _REPLACED_SETTINGS
     ]:
         raise ValueError(
             f"{folder} holds a run with other settings: {'; '.join(listed)}. Restore them, choose "

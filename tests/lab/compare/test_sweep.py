@@ -53,10 +53,13 @@ def test_all_arms_of_the_first_seed_come_first_and_copies_of_arms_are_left_out(c
 
 
 def test_an_experiment_may_have_several_configs(capsys):
-    assert call(f"sweep tiny.yaml -c ema.yaml --arms slow.yaml --seeds 3 --print {TRUST}") == 0
-    lines = capsys.readouterr().out.splitlines()
-    configs = [re.findall(r"--config=(\S+)", line) for line in lines]
-    assert configs == [["tiny.yaml", "ema.yaml"], ["tiny.yaml", "ema.yaml", "slow.yaml"]]
+    """Later ones win, so they stay in the order of the command line."""
+    for experiment in ("tiny.yaml -c ema.yaml", "-c tiny.yaml ema.yaml"):
+        options = f"--arms slow.yaml --seeds 3 --print {TRUST}"
+        assert call(f"sweep {experiment} {options}") == 0
+        lines = capsys.readouterr().out.splitlines()
+        configs = [re.findall(r"--config=(\S+)", line) for line in lines]
+        assert configs == [["tiny.yaml", "ema.yaml"], ["tiny.yaml", "ema.yaml", "slow.yaml"]]
     assert "--trainer.default_root_dir=runs/tiny-sweep/slow/seed-3" in lines[1]
 
 
@@ -116,6 +119,19 @@ def test_a_changed_arm_under_the_same_name_is_refused_by_the_names_of_its_keys(o
 
 
 BASELINE = Path("out/baseline/seed-0")
+
+
+def test_settings_that_a_fit_takes_from_the_data_make_no_other_run(capsys):
+    BASELINE.mkdir(parents=True)
+    write_config({"seed_everything": 0, **small_digits(8)}, BASELINE / "config.yaml")
+    config = small_digits(8)
+    config["model"]["init_args"] |= {"image_shape": "data", "num_classes": "data"}
+    config["model"]["init_args"]["network"]["init_args"]["num_classes"] = None
+    write_config(config)
+    assert len(printed(capsys, "--seeds 0 --out out")) == 1
+    err = refusal(capsys, "--seeds 0 --out out --model.init_args.num_classes=9")
+    assert "model.num_classes was 10, is 9" in err
+    assert "image_shape" not in err
 
 
 def lose_the_last_checkpoint():
