@@ -7,6 +7,7 @@ import ast
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -117,12 +118,13 @@ def _refuse_wrong_options(options: Sequence[str]) -> None:
         if not option.startswith("--") or (first in OPTIONS and not (first == "trainer" and rest)):
             continue
         name = ".".join([first, *rest[:1]])
-        names = [*OPTIONS, *(f"trainer.{name}" for name in trainer_arguments())]
+        names = [*OPTIONS, *(f"trainer.{argument}" for argument in trainer_arguments())]
         if name not in names:
             error = ValueError(f"unrecognized arguments: --{name}")
             raise ValueError(explain_parse_error(error, names))
 
 
+@cache
 def trainer_arguments() -> list[str]:
     """Names of the arguments of Lightning's Trainer, from its source, as its import is slow."""
     package = find_spec("lightning")
@@ -133,6 +135,15 @@ def trainer_arguments() -> list[str]:
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
     arguments = next(each.args for each in functions if each.name == "__init__")
     return [each.arg for each in (*arguments.args[1:], *arguments.kwonlyargs)]
+
+
+def missing_model(request: Request) -> ValueError:
+    """The error for a command line whose configs and checkpoint name no model."""
+    files = [*request.configs, *([str(request.checkpoint)] if request.checkpoint else [])]
+    if not files:
+        return ValueError("needs --config FILE, such as --config configs/digits.yaml.")
+    fix = "name another --config that does, such as configs/digits.yaml"
+    return ValueError(f"{', '.join(files)} names no model; {fix}.")
 
 
 def _refuse_incomplete(request: Request) -> None:
@@ -151,9 +162,7 @@ def _refuse_incomplete(request: Request) -> None:
             "--ckpt_path=null is the untrained model of --config."
         )
     if request.checkpoint is None and "model" not in names:
-        if not request.configs:
-            raise ValueError("needs --config FILE, such as --config configs/digits.yaml.")
-        raise ValueError(f"{', '.join(request.configs)} names no model.")
+        raise missing_model(request)
     # `fitting` does this again with the whole config. Other processes of a run may start late.
     ranks = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
     is_alone = not any(rank in os.environ for rank in ranks)

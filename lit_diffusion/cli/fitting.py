@@ -44,7 +44,7 @@ from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.cli import changed_settings
 from lit_diffusion.cli.changed_settings import ApplyChangedHyperparameters, differences
 from lit_diffusion.cli.exact_resume import ExactResume, completed_epochs
-from lit_diffusion.cli.fit import HELP
+from lit_diffusion.cli.fit import HELP, missing_model
 from lit_diffusion.cli.init_weights import start_from
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_evaluations, read_rows
 from lit_diffusion.cli.run_callbacks import (
@@ -173,7 +173,10 @@ class RunCLI(LightningCLI):
             self.config = parser.parse_args(args)
         except ArgumentError as error:
             options = [action.dest for action in self._subcommand_parsers[command]._actions]
-            raise ValueError(explain_parse_error(error, options)) from error
+            message = explain_parse_error(error, options)
+            if message == f"{command}.model must be given.":
+                raise missing_model(self.request) from error
+            raise ValueError(message) from error
 
     def _parse_ckpt_path(self) -> None:
         """Log the settings that differ from the checkpoint's.

@@ -328,6 +328,18 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(change, message, capsys):
     assert not Path("runs").exists()
 
 
+def test_a_config_or_checkpoint_without_a_model_is_named(capsys):
+    Path("part.yaml").write_text("data: Digits\n")
+    write_checkpoint({"state_dict": {}, "global_step": 0}, Path("made-in-python.ckpt"))
+    for command, name in {
+        "doctor part.yaml": "part.yaml",
+        "validate --ckpt_path made-in-python.ckpt": "made-in-python.ckpt",
+        "validate --config part.yaml --ckpt_path=null": "part.yaml",
+    }.items():
+        assert call(command) == 2
+        assert f"{name} names no model" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
