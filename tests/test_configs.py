@@ -205,6 +205,12 @@ def test_shape_and_classes_of_the_data_need_data_and_a_command(folder, capsys):
         DiffusionModule(*[None] * 7, **arguments)
 
 
+def test_pictures_without_class_folders_need_no_label_dropout(folder, capsys):
+    save(folder / "pictures" / "0.png", seed=0)
+    assert fit("folder-small.yaml", "--data.init_args.train=pictures") == 2
+    assert "pictures has no class folders, and label_dropout=0.1" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", ["", *RECIPES])
 def test_mnist_starts_as_its_comments_say(folder, arm):

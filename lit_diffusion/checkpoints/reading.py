@@ -233,7 +233,11 @@ def explain_unreadable(error: Exception) -> str:
             "may hold pickled code, which is never run, or is damaged or no checkpoint; only "
             "tensors and plain builtins are read, in the format that torch.save writes by default."
         )
-    return f"is truncated, damaged or no checkpoint: {first_line(error)}"
+    reason = "" if isinstance(error, KeyError) else f" ({first_line(error)})"  # an unknown opcode
+    return (
+        f"is truncated, damaged or no checkpoint{reason}; name the .ckpt file of a run "
+        "(RUN/checkpoints/last.ckpt), or copy it again."
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> None:
     match argv[1:2]:
         case ["export"]:
             args = build_export_parser().parse_args(argv[2:])
-            check_exists("checkpoint at", args.checkpoint)
+            check_exists("run folder or checkpoint", args.checkpoint)
             options = args.weights, args.format, args.vae, args.trust
             print("\n".join(export(args.checkpoint, args.out, *options)))
         case ["import"]:
@@ -130,7 +130,7 @@ def export(
 def _import(options: Sequence[str]) -> None:
     """Run `convert import`."""
     parser = build_import_parser()
-    args, others = parser.parse_known_args(options)
+    args, others = parser.parse_prefixed(options, "--network.")
     arguments: dict[str, Any] = {}
     for other in others:
         name, equals, value = other.removeprefix("--network.").partition("=")

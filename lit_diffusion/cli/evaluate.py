@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> None:
     args = parse_sampling(build_parser(), argv[1:])
     if args.images is not None:
         passed = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
-        if generating := [name for name in passed if name not in WITH_IMAGES]:
+        if generating := [name for name in passed if name.replace("_", "-") not in WITH_IMAGES]:
             raise ValueError(
                 f"--images scores images as they are; leave out {', '.join(generating)}, which "
                 "would say how to generate some."
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> None:
             )
     elif args.checkpoint is None:
         raise ValueError("give --checkpoint C, --images DIR, or both.")
-    check_exists("checkpoint at", args.checkpoint)
+    check_exists("run folder or checkpoint", args.checkpoint)
     check_exists("config", *(args.data or ()))
     from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
 

@@ -111,8 +111,8 @@ def _refuse_wrong_options(options: Sequence[str]) -> None:
     for option in options:
         is_name = option.startswith("--") or (option.startswith("-c") and not takes_value)
         if not is_name and not takes_value:
-            fix = f"; write --config {option}" if option.endswith((".yaml", ".yml")) else ""
-            raise ValueError(f"{option} belongs to no option{fix}.")
+            error = ValueError(f"unrecognized arguments: {option}")
+            raise ValueError(explain_parse_error(error, OPTIONS))
         takes_value = is_name and "=" not in option and (option[1] == "-" or option == "-c")
         first, *rest = option.split("=")[0].rstrip("+").lstrip("-").split(".")
         if not option.startswith("--") or (first in OPTIONS and not (first == "trainer" and rest)):

@@ -65,6 +65,7 @@ from lit_diffusion.cli.run_folder import (
 from lit_diffusion.cli.run_outputs import RunConfig, requeue_line, resume_line, summary
 from lit_diffusion.config.messages import describe_error, explain_parse_error, is_user_error
 from lit_diffusion.config.trust import allow_class_paths, is_within
+from lit_diffusion.data.image_folder import ImageFileDataModule
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, print_error, redeliver_signal
 
@@ -413,6 +414,13 @@ def _take_from_data(model: Any, data: Any, trust: Sequence[str]) -> None:
         if not hasattr(built, name):
             raise ValueError(f"model.{name} is 'data', and {data.class_path} has no {name}.")
         arguments[name] = getattr(built, name)
+    dropout, conditioning = arguments.get("label_dropout"), arguments.get("conditioning")
+    is_unlabelled = "num_classes" in names and arguments["num_classes"] is conditioning is None
+    if dropout and is_unlabelled and isinstance(built, ImageFileDataModule):
+        raise ValueError(
+            f"{built.folder('train')} has no class folders, and label_dropout={dropout} needs "
+            "classes: put the pictures into a folder per class, or add --model.label_dropout=0."
+        )
 
 
 def _inherit_num_classes(model: Any) -> None:

@@ -10,7 +10,12 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from lit_diffusion import __version__
-from lit_diffusion.config.messages import describe_error, is_out_of_memory, is_user_error
+from lit_diffusion.config.messages import (
+    describe_error,
+    is_out_of_memory,
+    is_user_error,
+    suggest,
+)
 from lit_diffusion.signals import record_signals
 
 COMMANDS = {
@@ -91,7 +96,7 @@ def _run(args: Sequence[str]) -> int:
         print(f"lit-diffusion {__version__}")
         return 0
     if command not in COMMANDS:
-        raise ValueError(f"there is no command '{command}'; there are {', '.join(COMMANDS)}.")
+        raise ValueError(suggest(command, COMMANDS, "there is no command"))
     try:
         # A job may be preempted during imports, which take seconds.
         with record_signals() if command in ("fit", "sweep") else nullcontext():

@@ -37,6 +37,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=False,
         )
+        self.actions: list[argparse.Action] = []
         self.rare: list[argparse.Action] = []
         # Shells leave the ~ of --option=~/path alone.
         self.register("type", None, os.path.expanduser)
@@ -47,9 +48,50 @@ class Parser(argparse.ArgumentParser):
         # An argument that starts like a negative number is a value: -1,2 is a list of labels.
         self._negative_number_matcher = re.compile(r"-\.?\d")
 
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an option or positional argument, as argparse does."""
+        self.actions.append(super().add_argument(*args, **kwargs))
+        return self.actions[-1]
+
     def add_rare(self, *names: str, **kwargs: Any) -> None:
         """Add an option that few users need, with the arguments of `add_argument`."""
         self.rare.append(self.add_argument(*names, **kwargs))
+
+    def parse_known_args(self, args: Any, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse as argparse does; - and _ are alike in the names of options."""
+        options = [name for action in self.actions for name in action.option_strings]
+        spellings = {name.replace("-", "_"): name for name in options if name[:2] == "--"}
+        words = []
+        for word in args:
+            name, equals, value = word.partition("=")
+            words.append(f"{spellings.get(name.replace('-', '_'), name)}{equals}{value}")
+        return super().parse_known_args(words, namespace)
+
+    def parse_prefixed(
+        self, argv: Sequence[str], *prefixes: str
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse `argv`, and collect the options NAME=VALUE or NAME VALUE with one of the prefixes.
+
+        An unknown option or word is reported before a missing option.
+        """
+        missing: ValueError | None = None
+        try:
+            args, others = self.parse_known_args(argv)
+        except ValueError as error:
+            missing = error
+            for action in self.actions:
+                action.required = False
+            args, others = self.parse_known_args(argv)  # raises if nothing is missing
+        wrong = [o for o in others if o.startswith("--") and not f"{o}=".startswith(prefixes)]
+        if wrong or (others and not others[0].startswith("--")):
+            self.error(f"unrecognized arguments: {' '.join(wrong or others)}")
+        if missing is not None:
+            raise missing
+        return args, others
+
+    def parse_args(self, args: Any, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the options of this parser, and no others."""
+        return self.parse_prefixed(args)[0]
 
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError instead of printing the usage."""
@@ -172,15 +214,13 @@ def check_exists(what: str, *paths: str | None) -> None:
     """
     for path in paths:
         if path is not None and not os.path.exists(path):
-            raise FileNotFoundError(f"There is no {what} {path}.")
+            here = "" if os.path.isabs(path) else f" (here: {os.getcwd()})"
+            raise FileNotFoundError(f"There is no {what} {path}{here}; check the path.")
 
 
 def parse_sampling(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse with a parser that has `add_sampling`; collects --solver.NAME in `solver_options`."""
-    args, others = parser.parse_known_args(argv)
-    wrong = [o for o in others if o.startswith("--") and not o.startswith("--solver.")]
-    if wrong or (others and not others[0].startswith("--")):
-        parser.error(f"unrecognized arguments: {' '.join(wrong or others)}")
+    args, others = parser.parse_prefixed(argv, "--solver.")
     args.solver_options = tuple(others)
     return args
 

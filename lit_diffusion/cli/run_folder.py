@@ -87,6 +87,9 @@ def read_command_line(argv: Sequence[str]) -> Request:
     ckpt_path = args.ckpt_path or _last_value(settings, "ckpt_path")
     ckpt_path = None if ckpt_path in (None, "null", "None") else str(ckpt_path)
     ckpt_path = ckpt_path and ckpt_path.removeprefix("file://")
+    lightning_names = (None, "hpc", "registry")  # Lightning itself resolves these, and URLs
+    if ckpt_path not in (*lightning_names, "last", OR_NONE) and Path(ckpt_path).is_dir():
+        ckpt_path = str(Path(ckpt_path) / "checkpoints" / "last.ckpt")
     root = args.root or _last_value(settings, "trainer", "default_root_dir")
     if root is not None:
         root = Path(os.path.expanduser(str(root)))
@@ -102,8 +105,6 @@ def read_command_line(argv: Sequence[str]) -> Request:
             ckpt_path = None
         options.append(f"--ckpt_path={ckpt_path or 'null'}")
     checkpoint = None
-    # Lightning itself resolves the names and URLs.
-    lightning_names = (None, "hpc", "registry")
     if ckpt_path not in lightning_names and "://" not in ckpt_path:
         checkpoint = last if ckpt_path == "last" else Path(ckpt_path)
         if not checkpoint.is_file():
@@ -147,6 +148,9 @@ def read_config(config: str | Path) -> Any:
     In a config that a run wrote, paths in the run folder are replaced by paths in the folder of the
     config, as the run may have been moved.
     """
+    if os.path.isdir(config):
+        fix = f"name a file in it, such as {os.path.join(config, 'config.yaml')}"
+        raise ValueError(f"the config {config} is a folder; {fix}.")
     try:
         settings = read_yaml(config)
     except OSError:

@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> None:
                 "--compare tries solvers and numbers of steps, from noise; leave out "
                 f"{', '.join(excluded)}."
             )
-    check_exists("checkpoint at", args.checkpoint)
+    check_exists("run folder or checkpoint", args.checkpoint)
     check_exists("image or folder", args.init, args.mask)
     check_exists("config", *(args.data or ()))
     from lit_diffusion.cli.generator import load_generator

@@ -1,6 +1,5 @@
 """`lit-diffusion train-extractor`: train a network for FID on the user's images."""
 
-import re
 import sys
 from collections.abc import Sequence
 
@@ -42,9 +41,7 @@ are. An FID by it can be compared with others by the same file only: keep the fi
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "train-extractor", then options."""
-    args, others = build_parser().parse_known_args(argv[1:])
-    if others and not re.match(r"--data[.=]", f"{others[0]}="):
-        build_parser().error(f"unrecognized arguments: {' '.join(others)}")
+    args, others = build_parser().parse_prefixed(argv[1:], "--data.", "--data=")
     check_exists("config", *args.config)
     from lit_diffusion.cli.run_data import build_data, read_data_settings
     from lit_diffusion.metrics.extractors import TrainedCNN

@@ -41,20 +41,21 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
 def _translate(outermost: str, innermost: str, class_path: str, options: list[str]) -> str:
     """Rewrite the innermost message of jsonargparse in plain words, with a suggestion."""
     if m := re.match(r"Option '([^']+)' is not accepted", innermost):
-        return _suggest(m[1], parameter_names(class_path), f"{class_path} has no argument")
+        return suggest(m[1], parameter_names(class_path), f"{class_path} has no argument")
     if m := re.search(r"does not accept option '([^']+)'", innermost):
-        return _suggest(m[1], options, "there is no setting")
+        return suggest(m[1], options, "there is no setting")
     if m := re.match(r"unrecognized arguments: (.*)", innermost):
-        name = m[1].split("=")[0].split()[0].lstrip("-")
-        if name.endswith((".yaml", ".yml")):
-            return f"{name} stands alone; write --config {name}."
-        return _suggest(name, options, "there is no option")
+        name = m[1].split("=")[0].split()[0]
+        if name.startswith("-"):
+            return suggest(name.lstrip("-"), options, "there is no option")
+        option = "config" if name.endswith((".yaml", ".yml")) else "checkpoint"
+        return f"{name} belongs to no option{f'; write --{option} {name}' * (option in options)}."
     if m := re.match(r"the following arguments are required: (.*)", innermost):
         return f"{m[1]} must be given{f', needed by {class_path}' if class_path else ''}."
     if m := re.match(r"Expected a dot import path string: (\w+)", innermost):
         from lit_diffusion.config.trust import short_names  # imports jsonargparse, which is slow
 
-        return _suggest(m[1], list(short_names()), "there is no class")
+        return suggest(m[1], list(short_names()), "there is no class")
     if m := re.match(r"Importing '([^']+)' is not allowed", innermost):
         from lit_diffusion.config.trust import TRUSTED, is_within
 
@@ -81,10 +82,20 @@ def _expected_type(outermost: str, text: str) -> str:
     return re.sub(r"\. Got value: (.*)$", r", got \1.", text)
 
 
-def _suggest(name: str, names: list[str], rule: str) -> str:
+SYNONYMS = {"checkpoint": "ckpt_path", "ckpt_path": "checkpoint", "train": "fit"}
+"""Names that are asked for in place of others that mean the same."""
+
+
+def suggest(name: str, names: Iterable[str], rule: str) -> str:
+    """The message that there is no `name`: a `rule`, with the nearest of `names` in any case."""
+    names = list(names)
+    in_lower_case = {each.lower(): each for each in names}
     for wrong in (name, name.split(".")[-1]):
-        if close := get_close_matches(wrong, names, n=1):
-            return f"{rule} '{name}'. Did you mean '{close[0]}'?"
+        close = get_close_matches(wrong.lower(), in_lower_case, n=1)
+        if SYNONYMS.get(wrong) in names:
+            close = [SYNONYMS[wrong]]
+        if close:
+            return f"{rule} '{name}'. Did you mean '{in_lower_case[close[0]]}'?"
     if 0 < len(names) <= 30:
         return f"{rule} '{name}'; it has {', '.join(names)}."
     return f"{rule} '{name}'."

@@ -25,11 +25,20 @@ def read_yaml(path: str | Path) -> Any:
     """
     if check_regular(path).stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes: that is no config.")
-    with checked_read(path, "YAML") as file:
-        text = file.read_text()
-        events = yaml.parse(text, yaml.SafeLoader)
-        if sum(isinstance(event, yaml.AliasEvent) for event in events) > MAX_ALIASES:
-            raise ValueError(f"a config with more than {MAX_ALIASES} aliases (*name) is refused")
-        content = yaml.safe_load(text)
-        json.dumps(content, default=str, skipkeys=True)  # raises for a value that contains itself
-        return rename_config(content)
+    try:
+        with checked_read(path, "YAML") as file:
+            text = file.read_text()
+            events = yaml.parse(text, yaml.SafeLoader)
+            if sum(isinstance(event, yaml.AliasEvent) for event in events) > MAX_ALIASES:
+                raise ValueError(
+                    f"a config with more than {MAX_ALIASES} aliases (*name) is refused"
+                )
+            content = yaml.safe_load(text)
+            json.dumps(content, default=str, skipkeys=True)  # raises if a value contains itself
+            return rename_config(content)
+    except ValueError as error:
+        fault = error.__cause__
+        if not isinstance(fault, yaml.MarkedYAMLError) or fault.problem_mark is None:
+            raise
+        line = fault.problem_mark.line + 1
+        raise ValueError(f"{path}, line {line}: {fault.problem}; correct the YAML.") from error

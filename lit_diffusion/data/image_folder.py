@@ -58,9 +58,12 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
 
     Raises:
         FileNotFoundError: if `root` is not a folder.
+        ValueError: if there is no image below it.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"A folder of images is needed, {root.absolute()} is not one.")
+    if not any(file.lower().endswith(EXTENSIONS) for file in _walk(root)):
+        raise ValueError(f"{root} holds no images ({', '.join(EXTENSIONS)}).")
     return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and e.name[0] != "."))
 
 
@@ -97,8 +100,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     ]
     if classes and unclassified:
         raise ValueError(f"In no class folder: {_join(unclassified)}. Move such images into one.")
-    empty = sorted(set(folders) - set(top_folders)) if files else [""]
-    if empty:
+    if empty := sorted(set(folders) - set(top_folders)):
         raise ValueError(f"{root / empty[0]} holds no images ({extensions}).")
     stamp = hashlib.sha256()
     for file, name in zip(files, names, strict=True):
@@ -271,7 +273,13 @@ class ImageFolder(ImageFileDataModule):
 
     def folder(self, split: Split) -> Path:
         """Folder of the files of a split."""
-        return self.val if split == "val" and isinstance(self.val, Path) else self.train
+        name = "val" if split == "val" and isinstance(self.val, Path) else "train"
+        folder: Path = getattr(self, name)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"--data.{name}: there is no folder {folder} (here: {Path.cwd()}); name another."
+            )
+        return folder
 
     def select(self, split: Split) -> Listing:
         """The files of a split."""

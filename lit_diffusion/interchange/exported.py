@@ -116,8 +116,9 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for broken files
         # From None: torch advises to run the code in the file, which a traceback would show.
-        cause = (str(error) or type(error).__name__).splitlines()[0]
-        reason = f"is damaged or of no such format ({cause:.100})"
+        cause = f" ({(str(error) or type(error).__name__).splitlines()[0]:.100})"
+        is_opcode = isinstance(error, KeyError)  # an unknown one, as a number
+        reason = f"is damaged or of no such format{'' if is_opcode else cause}"
         if "GLOBAL" in str(error):
             reason = "holds pickled code, which is never run"
         raise ValueError(f"{path} {reason}; save the state_dict alone, by torch.save.") from None

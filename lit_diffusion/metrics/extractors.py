@@ -254,7 +254,8 @@ class TrainedCNN(_SmallCNN):
         self.path = Path(path)
         if not self.path.exists():
             raise FileNotFoundError(
-                f"there is no extractor {path}; `lit-diffusion train-extractor` makes one."
+                f"there is no file {path}. Train it: lit-diffusion train-extractor --config FILE "
+                f"--out {path}; or train without FID: --trainer.callbacks.FIDEvaluation=null."
             )
         with checked_read(self.path, "file of `train-extractor`"):
             self.sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()

@@ -30,6 +30,12 @@ def test_a_truncated_file_is_refused_by_name(file, part):
         read_checkpoint(file)
 
 
+def test_a_file_of_text_is_refused_without_the_opcode_that_it_begins_with(tmp_path):
+    (tmp_path / "a.ckpt").write_text("hello")
+    with pytest.raises(ValueError, match=r"no checkpoint; name the \.ckpt file of a run"):
+        read_checkpoint(tmp_path / "a.ckpt")
+
+
 def pickled(content, path, protocol=None):
     path.write_bytes(pickle.dumps(content, protocol))
 

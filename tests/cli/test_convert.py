@@ -97,7 +97,10 @@ def test_a_checkpoint_of_another_sort_is_refused(run):
     [
         ("convert", "say export or import first, got nothing."),
         ("convert export --out x", "checkpoint must be given"),
-        ("convert export --checkpoint nowhere --out x", "There is no checkpoint at nowhere"),
+        (
+            "convert export --checkpoint nowhere --out x",
+            "There is no run folder or checkpoint nowhere",
+        ),
         (f"{IMPORT} --network.num_heads=5", "num_heads"),
         (f"{IMPORT} --network.num_heads=[", "--network.num_heads=[ must be --network.NAME=VALUE"),
         (f"{IMPORT} --network.num_heads", "there is no option 'network.num_heads'"),
@@ -105,7 +108,7 @@ def test_a_checkpoint_of_another_sort_is_refused(run):
         ("convert export --checkpoint run --out x --vae vae", "--vae vae belongs to --format diff"),
         (
             "convert import no.pt --kind dit --out out",
-            "There is no file no.pt.",
+            "There is no file no.pt ",
         ),
     ],
 )

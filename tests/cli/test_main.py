@@ -52,8 +52,10 @@ def test_no_command_or_an_unknown_one_is_a_mistake_that_names_them(capsys):
     assert cli.main([]) == 2
     out = capsys.readouterr().out
     assert all(f"  {name} " in out for name in cli.COMMANDS)
-    assert call("smaple") == 2
-    assert "there is no command 'smaple'; there are fit, " in capsys.readouterr().err
+    for wrong, meant in (("smaple", "sample"), ("ft", "fit"), ("train", "fit")):
+        assert call(wrong) == 2
+        error = capsys.readouterr().err
+        assert f"there is no command '{wrong}'. Did you mean '{meant}'?" in error
 
 
 def test_help_and_version(capsys):

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 import torch
 from support.commands import sampling
@@ -13,6 +15,33 @@ def test_a_parser_raises_instead_of_printing_usage(capsys):
     with pytest.raises(ValueError, match="Did you mean 'colour'"):
         parser.parse_args(["--colour", "red", "--color", "blue"])
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--chekpoint run", "Did you mean 'checkpoint'?"),
+        ("--ckpt_path run", "Did you mean 'checkpoint'?"),
+        (
+            "runs/digits --out s",
+            "runs/digits belongs to no option; write --checkpoint runs/digits.",
+        ),
+        ("--out s --part.a 3 --no 1", "no option 'no'"),
+        ("--out s --image_size 3", "--checkpoint must be given."),
+        ("--checkpoint s --image_size=x", "invalid int value: 'x'"),
+    ],
+)
+def test_what_is_unknown_is_named_before_what_is_missing(words, message):
+    parser = Parser("x")
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--out")
+    parser.add_argument("--image-size", type=int)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parser.parse_prefixed(words.split(), "--part.")
+    args, others = parser.parse_prefixed(
+        ["--checkpoint", "c", "--part.a", "3", "--image_size=2"], "--part."
+    )
+    assert (args.image_size, others) == (2, ["--part.a", "3"])
 
 
 def test_integers_are_separated_by_commas():

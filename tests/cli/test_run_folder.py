@@ -64,7 +64,7 @@ def test_last_is_the_last_checkpoint_of_the_run_folder():
     request = read(f"{DIGITS} --ckpt_path=last-or-none")
     assert (request.checkpoint, request.options[-1]) == (None, "--ckpt_path=null")
     write(LAST)
-    for name in ("last", "last-or-none", f"file://{LAST}"):
+    for name in ("last", "last-or-none", f"file://{LAST}", "runs/digits"):
         request = read(f"{DIGITS} --ckpt_path={name}")
         assert (request.checkpoint, request.holds_checkpoint) == (Path(LAST), True)
 
@@ -96,8 +96,11 @@ def test_a_config_in_the_home_folder_is_read_however_it_is_named(option, monkeyp
 
 def test_a_config_that_is_not_yaml_is_named():
     write("broken.yaml", "a: [")
-    with pytest.raises(ValueError, match=r"broken\.yaml is damaged or no YAML .* line 1"):
+    with pytest.raises(ValueError, match=r"^broken\.yaml, line 1: .*; correct the YAML\.$"):
         read("fit --config broken.yaml")
+    write("runs/a/config.yaml")
+    with pytest.raises(ValueError, match=r"runs/a is a folder; .* runs/a/config\.yaml"):
+        read("fit --config runs/a")
 
 
 @pytest.mark.parametrize("trace", ["metrics.csv", "evaluations.jsonl", "checkpoints/best-fid.ckpt"])

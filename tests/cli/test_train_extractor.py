@@ -97,4 +97,4 @@ def test_a_config_without_the_file_names_the_command_that_makes_it(capsys):
     fid = {"class_path": "FIDEvaluation", "init_args": arguments}
     write_config(tiny_config(callbacks=[fid]))
     assert call("fit --config tiny.yaml --trust support") == 2
-    assert "`lit-diffusion train-extractor` makes one" in capsys.readouterr().err
+    assert "train-extractor --config FILE --out mine.safetensors" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_the_innermost_cause_is_named_with_its_place_and_a_remedy(arguments, par
             "--trainer.max_stepz=3",
             "no option 'trainer.max_stepz'. Did you mean 'trainer.max_steps'?",
         ),
-        ("more.yaml", "more.yaml stands alone; write --config more.yaml."),
+        ("more.yaml", "more.yaml belongs to no option; write --config more.yaml."),
     ],
 )
 def test_choices_and_the_nearest_option_are_named(argument, text):

@@ -187,5 +187,9 @@ def test_a_config_may_have_them(capsys, tmp_path):
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest(capsys):
-    assert call(f"fit --config {DIGITS} --model.parameterization=Velocty") == 2
-    assert "no class 'Velocty'. Did you mean 'Velocity'?" in capsys.readouterr().err
+    for wrong, name in (
+        ("parameterization=Velocty", "Velocity"),
+        ("loss.weighting=MINSNR", "MinSNR"),
+    ):
+        assert call(f"fit --config {DIGITS} --model.{wrong}") == 2
+        assert f"Did you mean '{name}'?" in capsys.readouterr().err

@@ -148,6 +148,11 @@ def test_missing_empty_and_unknown_folders_are_named(root, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no images"):
         list_images(tmp_path / "empty", ())
+    with pytest.raises(ValueError, match="empty holds no images"):
+        _ = folder(tmp_path / "empty", 1).num_classes
+    for train, val, option in (("nowhere", root, "train"), (root, "nowhere", "val")):
+        with pytest.raises(FileNotFoundError, match=rf"--data\.{option}: .* nowhere .here: /"):
+            folder(train, val).prepare_data()
     with pytest.raises(ValueError, match="train/b is not among the 1 class folders"):
         list_images(root, ("a",))
     (root / "c").mkdir()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from itertools import takewhile
 
-from lit_diffusion.cli.options import Parser
+from lit_diffusion.cli.options import Parser, check_exists
 
 _DESCRIPTION = """Report what would go wrong with a long run, before it is started.
 
@@ -39,6 +39,10 @@ def run(argv: Sequence[str]) -> None:
     ranks = [os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")]
     if any(rank != "0" for rank in ranks):
         return  # only the first of several processes reports
+    parser = Parser("doctor", add_help=False)
+    parser.add_argument("-c", "--config", action="append", default=[])
+    files = parser.parse_known_args(options)[0].config
+    check_exists("config", *(file for file in files if ":" not in file))  # else YAML itself
     from lit_diffusion.cli.doctor.checks import Level, examine, report
 
     logging.disable(logging.WARNING)  # fit shows these messages again

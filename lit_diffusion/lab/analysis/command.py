@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> None:
     options = AnalysisOptions(*(values.pop(field.name) for field in fields(AnalysisOptions)))
     paths = [values.get(key) for key in ("checkpoint", "first", "second")]
     paths += [*values.get("checkpoints", ()), *(values.get("path") or ())]
-    check_exists("checkpoint at", *paths)
+    check_exists("run folder or checkpoint", *paths)
     check_exists("config", *(options.data or ()))
     require_lab()
     from lit_diffusion.lab.analysis import common, consistency, hessian, interpolation, landscape

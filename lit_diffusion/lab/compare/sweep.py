@@ -212,6 +212,7 @@ def plan_sweep(
     if not all(0 <= seed < 2**32 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds must be different numbers from 0 to {2**32 - 1}, got {seeds}.")
     configs = arm_configs(experiment, arms)
+    check_exists("arm file", *(f for files in configs.values() for f in files[len(experiment) :]))
     settings = {arm: _fit_settings(arm, files, options) for arm, files in configs.items()}
     names = []
     for arm in configs:

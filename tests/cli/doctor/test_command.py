@@ -58,6 +58,13 @@ def test_exit_codes(options, code, text, capsys):
     assert text in capsys.readouterr().out
 
 
+def test_a_config_that_is_not_there_is_named_before_anything_is_imported(capsys, monkeypatch):
+    monkeypatch.delattr(checks, "examine")
+    for config in ("nowhere.yaml", "--config nowhere.yaml", f"{DIGITS} -c nowhere.yaml"):
+        assert call(f"doctor {config}") == 2
+        assert "no config nowhere.yaml" in capsys.readouterr().err
+
+
 def test_only_problems_fail(monkeypatch, capsys):
     monkeypatch.setattr(checks, "examine", lambda _: [Finding(Level.WARNING, "a", "odd")])
     assert call("doctor") == 0

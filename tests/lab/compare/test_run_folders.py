@@ -139,7 +139,7 @@ def test_the_latest_config_counts_and_the_first_is_known(folder):
         ("evaluations.jsonl", '{"metric": "val/fid_360", "step": 1}\n', "is no evaluation"),
         ("ema-curve.jsonl", "[]\n", "a/ema-curve.jsonl is damaged"),
         ("metrics.csv", "step,train/loss\n1,abc\n", "a/metrics.csv is damaged"),
-        ("config.yaml", "a: [1\n", "a/config.yaml is damaged or no YAML"),
+        ("config.yaml", "a: [1\n", "a/config.yaml, line 2: expected ',' or ']'"),
     ],
 )
 def test_a_broken_file_is_the_fault_of_its_run(file, text, fault):

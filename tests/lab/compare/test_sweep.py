@@ -188,6 +188,11 @@ def test_a_file_that_an_arm_has_twice_is_refused(arm):
         arm_configs(["tiny.yaml"], [arm])
 
 
+def test_an_arm_file_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match=r"no arm file no\.yaml"):
+        plan_sweep(["tiny.yaml"], ["no.yaml"], [0], Path("out"))
+
+
 # Runs that are finished or broken, or that another process has
 
 
