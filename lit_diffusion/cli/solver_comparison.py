@@ -38,7 +38,7 @@ from lit_diffusion.solvers.steps import check_steps, solver_times, time_grid_of
 
 NUM_DRAWN = 12
 """Number of images of each cell in comparison.png."""
-COLUMNS = ("solver", "steps", "grid", "evaluations", "fid", "left_out")
+COLUMNS = ("solver", "steps", "grid", "evaluations", "fid", "left_out", "same_as")
 """Columns of comparison.csv."""
 
 
@@ -63,18 +63,20 @@ class Cell:
     evaluations: int | None = None  # number of function evaluations (NFE); guidance may double it
     fid: float | None = None  # FID of the images; None if it could not be computed
     left_out: str | None = None  # why there are no images; None if there are
+    same_as: str | None = None  # an earlier solver that takes the same steps, whose images it has
     sampling: dict[str, Any] | None = None  # the module's `sampling_record`
 
     @property
     def name(self) -> str:
         """Name of the folder with the images."""
-        return f"{self.solver}-{self.steps}"
+        return f"{self.same_as or self.solver}-{self.steps}"
 
     @property
     def caption(self) -> str:
         """Text below the images."""
         fid = "" if self.fid is None else f"FID {self.fid:.4g}, "
-        return "left out" if self.left_out else f"{fid}{self.evaluations} evaluations"
+        same = f", the same as {self.same_as}" if self.same_as else ""
+        return "left out" if self.left_out else f"{fid}{self.evaluations} evaluations{same}"
 
 
 def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, folder: Path) -> str:
@@ -95,10 +97,17 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
     cells = [Cell(name, num) for name in _solver_names(comparison.solvers) for num in steps]
     compute_fid, scored = _prepare_fid(generator, comparison)
     print_error(scored["told"])
+    generated: dict[str, Cell] = {}  # canonical solver -> the first cell that it made
     for number, cell in enumerate(cells, 1):
-        _generate_cell(generator, comparison.num, cell, folder / cell.name)
-        if compute_fid and not cell.left_out:
-            cell.fid = compute_fid(folder / cell.name)
+        _prepare_cell(generator, comparison.num, cell)
+        if not cell.left_out:
+            first = generated.setdefault(_canonical_solver(generator.loaded.module), cell)
+            if first is cell:
+                _generate_cell(generator, comparison.num, cell, folder / cell.name)
+                if compute_fid and not cell.left_out:
+                    cell.fid = compute_fid(folder / cell.name)
+            else:
+                cell.same_as, cell.left_out, cell.fid = first.solver, first.left_out, first.fid
         text = f"{cell.solver}, {cell.steps} steps: {cell.caption}"
         print_error(f"{text}  ({number} of {len(cells)})")
     steps_by_reason: dict[tuple[str, str], list[str]] = {}
@@ -127,8 +136,8 @@ def _solver_names(text: str) -> list[str]:
     return list(dict.fromkeys(names[name.lower()] for name in text.split(",")))
 
 
-def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path) -> None:
-    """Generate the images of a cell unless they exist, or set `left_out`."""
+def _prepare_cell(generator: ImageGenerator, num: int, cell: Cell) -> None:
+    """Give the module the solver of a cell and describe it, or set `left_out`."""
     module: Any = generator.loaded.module
     try:
         options = replace(generator.options, solver=cell.solver, steps=cell.steps)
@@ -142,8 +151,21 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
         cell.left_out = str(error)
         return
     cell.evaluations = len(solver_times(module.solver, module.process))
+    cell.sampling = generator.record(num, num)["sampling"]
+
+
+def _canonical_solver(module: Any) -> str:
+    """A text that is equal for solvers that take the same steps under two names."""
+    solver = module.solver
+    if isinstance(solver, solvers.DDIM):  # Euler and EulerAncestral are, on grids of their own
+        grid = time_grid_of(solver, module.process)
+        solver = solvers.DDIM(solver.steps, solver.eta, grid, solver.clip)
+    return repr(solver)
+
+
+def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path) -> None:
+    """Generate the images of a cell unless they exist, or set `left_out`."""
     record = generator.record(num, num)
-    cell.sampling = record["sampling"]
     if (folder / "grid.png").exists() and (folder / RECORD).exists():
         with checked_read(folder / RECORD, "record of samples", "delete its folder") as file:
             if file.read_text() == json_text(record):

@@ -104,6 +104,11 @@ def test_all_solvers_take_the_grid_that_the_run_names():
     assert {cell["solver"] for cell in cells()} >= {"DDIM", "DDPM", "Euler", "Heun", "UniPC"}
     assert not any(cell["left_out"] for cell in cells())
     assert {cell["grid"] for cell in cells()} == {"LogSNR(noisiest=-4.0)"}
+    same = {cell["solver"]: cell["same_as"] for cell in cells() if cell["same_as"]}
+    assert same == {"Euler": "DDIM"}  # deterministic, on one grid
+    assert not Path("out/Euler-2").exists()
+    assert call("sample --checkpoint run --num 6 --out euler --solver Euler --steps 2") == 0
+    assert same_images("euler", "out/DDIM-2")
 
 
 @pytest.mark.slow
