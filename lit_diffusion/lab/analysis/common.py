@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -201,7 +202,7 @@ def save_arrays(path: Path, arrays: Arrays) -> None:
 
 def save_figure(figure: Figure, path: Path, note: str = "") -> None:
     """Atomically write a PNG file with a note above it. Other processes may write the same file."""
-    if note:
-        figure.suptitle(note, fontsize="small")
+    if note:  # 14 characters of this size are an inch wide
+        figure.suptitle(fill(note, int(14 * figure.get_figwidth())), fontsize="small")
     with atomic_write(path, shared=True) as file:
         figure.savefig(file, format="png", dpi=120)

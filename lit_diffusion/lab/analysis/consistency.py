@@ -125,7 +125,8 @@ def draw_consistency(result: Consistency, images: Tensor, path: Path, seeds: int
     """Draw images (M, N, C, H, W) of the first seeds: one row per model, one column per seed."""
     rows, columns = len(images), min(seeds, images.shape[1])
     figure = Figure(figsize=(0.75 * columns + 2, 0.8 * rows + 0.6), layout="constrained")
-    title = f"{result.all_pairs:.1f} dB; shuffled seeds {result.shuffled:.1f} dB"
+    title = f"PSNR of two models' images of one seed: {result.all_pairs:.1f} dB; of different"
+    title += f" seeds: {result.shuffled:.1f} dB\n(means over {images.shape[1]} seeds and all pairs)"
     figure.suptitle(title, fontsize="medium")
     panels = figure.subplots(rows, columns, squeeze=False)
     for row, (name, model_images) in enumerate(zip(result.names, images, strict=True)):
@@ -133,7 +134,7 @@ def draw_consistency(result: Consistency, images: Tensor, path: Path, seeds: int
             pixels = image.movedim(0, -1).squeeze(-1).numpy()
             axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
-        psnr_to_first = "" if row == 0 else f"\n{result.pairs[0, row]:.1f} dB"
+        psnr_to_first = "" if row == 0 else f"\n{result.pairs[0, row]:.1f} dB to the first"
         text = {"rotation": 0, "ha": "right", "va": "center", "fontsize": "small"}
         panels[row, 0].set_ylabel(f"{name[-28:]}{psnr_to_first}", **text)
     common.save_figure(figure, path)

@@ -158,19 +158,24 @@ def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[fl
     return {**losses, "all": loss_at(index_uniforms(index))}
 
 
-def describe_gan_losses(module: nn.Module, statistics: str) -> str:
-    """How the losses of a GAN here differ from those that it trains on; "" for other modules.
+def describe_losses(module: nn.Module, num_images: int, statistics: str) -> str:
+    """What the losses of `fixed_losses` are, for figures and records.
 
     Args:
         module: module of `fixed_losses`.
+        num_images: number of training images.
         statistics: what becomes of the running statistics of batch norms when weights change.
     """
+    images = f"mean over {num_images} training images"
     if not hasattr(module, "generator_losses"):
-        return ""
+        return (
+            f"Training loss, {images} with fixed noise; u: noise level as a fraction of the "
+            "process's range, 1 is the noisiest"
+        )
     normalizes = any(name.endswith("running_mean") for name, _ in module.named_buffers())
     differences = ["without R1"] * (getattr(module, "r1", 0) > 0)
     differences += [f"batch norm with {statistics} running statistics"] * normalizes
-    return f"GAN losses {', '.join(differences)}" if differences else ""
+    return ", ".join([f"GAN losses, {images}", *differences])
 
 
 def network_of_loss(module: Any, name: str) -> nn.Module | None:

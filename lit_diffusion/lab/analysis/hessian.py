@@ -23,7 +23,7 @@ from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import Arrays
-from lit_diffusion.lab.analysis.fixed_losses import describe_gan_losses, network_of_loss
+from lit_diffusion.lab.analysis.fixed_losses import describe_losses, network_of_loss
 from lit_diffusion.signals import print_error
 
 MatrixProduct = Callable[[Tensor], Tensor]
@@ -290,7 +290,7 @@ def compute_spectra(
 
     names = [f"{i}-{seed}" for i in range(len(losses)) for seed in range(vectors)]
     arrays = common.compute_pieces(out, names, run_lanczos, "vector")
-    spectra, note = dict[str, Spectrum](), describe_gan_losses(loaded.module, "unchanged")
+    spectra, note = dict[str, Spectrum](), describe_losses(loaded.module, images, "unchanged")
     for i, name in enumerate(losses):
         runs = arrays[i * vectors : (i + 1) * vectors]
         nodes, weights = (np.concatenate([each[k] for each in runs]) for k in ("nodes", "weights"))
@@ -303,7 +303,7 @@ def compute_spectra(
         f"variance {each.variance:.4g} by quadrature, {each.ritz_variance:.4g} of Ritz values"
         for name, each in spectra.items()
     ]
-    return "\n".join([*texts, *filter(None, [note])])
+    return "\n".join([*texts, note])
 
 
 def check_second_derivative(

@@ -31,7 +31,7 @@ from lit_diffusion.lab.analysis.fixed_losses import (
     WeightState,
     check_same_losses,
     copy_weights,
-    describe_gan_losses,
+    describe_losses,
     evaluate_losses,
 )
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
@@ -222,7 +222,7 @@ def interpolate_weights(
         print_error(f"--align puts the features of {len(features)} hidden layers in order.")
         endpoints["aligned"] = align_features(b, a, features)
     losses = common.load_losses(at_one, options, images, levels)
-    note = describe_gan_losses(at_one.module, "interpolated")
+    note = describe_losses(at_one.module, images, "interpolated")
     names, alphas = list(losses), np.linspace(0, 1, points)
     common.print_cost_of_losses(losses, points * len(endpoints))
     out = common.plan_analysis("interpolation", options, at_one, at_zero)
@@ -243,4 +243,4 @@ def interpolate_weights(
         for i, name in enumerate(names)
         for kind, values in lines.items()
     ]
-    return "\n".join([*texts, *filter(None, [note])])
+    return "\n".join([*texts, note])

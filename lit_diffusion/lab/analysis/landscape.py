@@ -23,7 +23,7 @@ from lit_diffusion.lab.analysis.fixed_losses import (
     WeightState,
     check_same_losses,
     copy_weights,
-    describe_gan_losses,
+    describe_losses,
     evaluate_losses,
     network_of_loss,
 )
@@ -128,7 +128,9 @@ def draw_landscape(
         figure.colorbar(contours, ax=contour_axes, label=label, shrink=0.6)
         if trajectory is not None:
             contour_axes.plot(*trajectory.T, "w.-", linewidth=1)
-        contour_axes.set(title=name, aspect="equal", xlabel="first direction", ylabel="second")
+        contour_axes.set(
+            title=name, aspect="equal", xlabel="first direction", ylabel="second direction"
+        )
         surface_axes: Any = figure.add_subplot(2, count, count + i + 1, projection="3d")
         surface_axes.plot_surface(*np.meshgrid(axis, axis), heights, cmap="viridis")
     common.save_figure(figure, path, note)
@@ -180,7 +182,7 @@ def plot_landscape(
 
     arrays = common.compute_pieces(out, [str(i) for i in range(points)], compute_row, "row")
     values = np.concatenate([each["values"] for each in arrays], axis=1)
-    names, note = list(losses), describe_gan_losses(module, "unchanged")
+    names, note = list(losses), describe_losses(module, images, "unchanged")
     result = {"names": names, "x": axis, "y": axis, "values": values}
     common.save_result(out / "landscape", result, note)
     draw_landscape(names, axis, values, out / "landscape.png", trajectory, note)
@@ -193,7 +195,7 @@ def plot_landscape(
         steps = [each.step for each in on_trajectory]
         common.save_result(out / "way", {"steps": steps, "points": trajectory, "share": share})
         lines.append(f"The plane holds {share:.1%} of the run's squared distance from its end.")
-    return "\n".join([*lines, *filter(None, [note])])
+    return "\n".join([*lines, note])
 
 
 def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:

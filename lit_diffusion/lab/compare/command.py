@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> None:
 
     report = build_report(args.runs, args.baseline, args.target, args.metric, args.arms)
     page = write_report(report, out)
-    print(f"{report.result}\n\n{speedup_table(report.comparison).markdown()}\n")
+    print(f"{report.result}\n{report.evidence}\n\n{speedup_table(report.comparison).markdown()}\n")
     for note in report.notes:
         print(f"- {note}")
     print(f"Report: {page}")

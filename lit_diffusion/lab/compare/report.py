@@ -8,7 +8,7 @@ speedups.csv, fid.csv, ...      the numbers
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,25 +75,33 @@ class Report:
 
     @property
     def result(self) -> str:
-        """The result in one sentence: the best arm, its speed-up, and its significance."""
+        """The result in one sentence: the best arm, and how much sooner it reaches which FID."""
         comparison, best = self.comparison, self.comparison.best
         base, name = comparison.baseline.name, best.arm.name
-        seeds = len(best.arm.curves), len(comparison.baseline.curves)
-        test = f"{format_equation(best.holm_p)}, Holm for {comparison.num_tests} tests"
-        test = test if best.holm_p is not None else "not tested"
-        basis = f"{test}; {seeds[0]} against {seeds[1]} seeds"
-        speed = format_speedup(best.speedup) + format_target(best, comparison)
-        target = f"{comparison.metric} {format_fid(comparison.target)}"
+        factor = format_speedup(replace(best.speedup, low=None, high=None))
+        reach = f"{comparison.metric} {format_fid(best.at)} {factor} as fast as {base}"
         if not comparison.winners:
-            verdict = format_verdict(best, comparison)
-            return (
-                f"No arm is shown to win: to {target}, {name} is {speed} as fast as {base} "
-                f"({basis}; {verdict})."
-            )
-        provisional = ", provisional" * (min(seeds) < HEADLINE_SEEDS)
+            if factor == "unknown":
+                return f"No arm is shown to win: how fast {name}, the best, is remains unknown."
+            return f"No arm is shown to win: {name}, the best, reaches {reach}."
         not_leading = [metric for metric, other in self.others.items() if not leads(name, other)]
         caveat = f", but does not lead by {', '.join(not_leading)}" * bool(not_leading)
-        return f"{name} wins: {speed} as fast as {base} to {target} ({basis}{provisional}){caveat}."
+        return f"{name} wins: it reaches {reach}{caveat}."
+
+    @property
+    def evidence(self) -> str:
+        """The interval, test, seeds and verdict behind the result."""
+        comparison, best = self.comparison, self.comparison.best
+        seeds = len(best.arm.curves), len(comparison.baseline.curves)
+        test = f"{format_equation(best.holm_p)} after Holm's correction for {comparison.num_tests}"
+        parts = [
+            f"Speed-up {format_speedup(best.speedup)}{format_target(best, comparison)}",
+            "not tested" if best.holm_p is None else f"{test} tests",
+            f"{seeds[0]} against {seeds[1]} training seeds",
+        ]
+        parts += [format_verdict(best, comparison)] if not comparison.winners else []
+        parts += ["provisional"] if comparison.winners and min(seeds) < HEADLINE_SEEDS else []
+        return f"{'; '.join(parts)}."
 
 
 def build_report(
@@ -184,6 +192,7 @@ def markdown(report: Report) -> str:
     comparison, metric = report.comparison, report.comparison.metric
     parts = [
         f"# {escape_markdown(report.result)}",
+        escape_markdown(report.evidence),
         "![Speed-ups; the table below has the numbers](speedups.png)",
         f"Bars: 95% intervals, thin for fewer than {HEADLINE_SEEDS} seeds. Hollow marks: no "
         f"interval, or measured at another {metric}.",

@@ -259,7 +259,10 @@ def test_the_hessian_of_relus_is_refused_or_goes_on_without_jumps(capsys):
     assert "gradients jump, as with ReLU" in capsys.readouterr().err
     assert analyze("hessian dcgan --images 8 --steps 2 --vectors 1 --kinks") == 0
     out = capsys.readouterr().out
-    note = "GAN losses without R1, batch norm with unchanged running statistics"
+    note = (
+        "GAN losses, mean over 8 training images, without R1, "
+        "batch norm with unchanged running statistics"
+    )
     assert "generator: largest" in out
     assert out.endswith(f"{note}\n")
     assert numbers("hessian-0")["note"] == Path("out/hessian.png").read_text() == note

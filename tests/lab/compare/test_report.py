@@ -40,16 +40,22 @@ def report():
 
 
 def result_of(*arms):
-    return Report(compare([arm("baseline", 1.0), *arms], "baseline")).result
+    report = Report(compare([arm("baseline", 1.0), *arms], "baseline"))
+    return f"{report.result} {report.evidence}"
 
 
 def test_the_result_names_the_winner_with_its_interval_p_and_seeds():
     result, best = result_of(arm("fast", 2.0), arm("slow", 0.5)), COMPARISON.best
-    assert result.startswith("fast wins: ")
-    for part in (format_speedup(best.speedup), "p < 0.001", "2 tests", "5 against 5 seeds"):
+    assert result.startswith("fast wins: it reaches FID ")
+    for part in (
+        format_speedup(best.speedup),
+        "p < 0.001",
+        "2 tests",
+        "5 against 5 training seeds",
+    ):
         assert part in result
     assert "provisional" not in result
-    assert "3 against 5 seeds, provisional" in result_of(arm("fast", 2.0, range(3)))
+    assert "3 against 5 training seeds; provisional" in result_of(arm("fast", 2.0, range(3)))
 
 
 @pytest.mark.parametrize(
