@@ -43,6 +43,8 @@ def build_export_parser() -> Parser:
     add("--out", required=True, metavar="DIR", help="folder for the files")
     add("--format", default=forms[0], choices=forms, help="as above (default safetensors)")
     add("--vae", metavar="DIR", help="AutoencoderKL to put beside a DiT of latents (diffusers)")
+    text = "do not generate images of two seeds by pipeline and run (diffusers)"
+    add("--no_comparison", action="store_true", help=text)
     return parser
 
 
@@ -74,7 +76,7 @@ def run(argv: Sequence[str]) -> None:
             args = build_export_parser().parse_args(argv[2:])
             check_exists("run folder or checkpoint", args.checkpoint)
             options = args.weights, args.format, args.vae, args.trust
-            print("\n".join(export(args.checkpoint, args.out, *options)))
+            export(args.checkpoint, args.out, *options, compare=not args.no_comparison)
         case ["import"]:
             _import(argv[2:])
         case _:
@@ -89,11 +91,13 @@ def export(
     form: str = "safetensors",
     vae: str | None = None,
     trust: Iterable[str] = (),
-) -> list[str]:
-    """Write the network of a checkpoint (a file or run folder); return lines to print.
+    compare: bool = True,
+) -> None:
+    """Write the network of a checkpoint (a file or run folder), and print what to know of it.
 
     The form is "safetensors" (`interchange.exported`) or "diffusers" (`diffusers_folder`). For a
-    latent DiT in the diffusers form, `vae` is the folder of its AutoencoderKL.
+    latent DiT in the diffusers form, `vae` is the folder of its AutoencoderKL. `compare` generates
+    images of two seeds by the diffusers pipeline and by the run, when the files are complete.
 
     Raises:
         ValueError: if the checkpoint does not describe its network, or diffusers does not support
@@ -118,13 +122,16 @@ def export(
     names = ("process", "parameterization", "image_shape", "num_classes")
     record = {name: arguments[name] for name in names if name in arguments}
     record |= {"network": arguments["network"], "step": loaded.step, "weights": loaded.weights}
-    notes = [f"{loaded.weights} weights of {loaded.path} are in {folder}."]
     state = dict(network.state_dict())
+    remarks = []
     if form == "diffusers":
-        notes += write_diffusers(folder, loaded.module, record, state, vae)
-        return [*notes, compare_with_pipeline(folder, loaded.module)]
-    write_network(folder, state, record)
-    return notes
+        remarks = write_diffusers(folder, loaded.module, record, state, vae)
+    else:
+        write_network(folder, state, record)
+    lines = [f"{loaded.weights} weights of {loaded.path} are in {folder}.", *remarks]
+    print("\n".join(lines), flush=True)
+    if form == "diffusers" and compare:
+        print(compare_with_pipeline(folder, loaded.module))
 
 
 def _import(options: Sequence[str]) -> None:

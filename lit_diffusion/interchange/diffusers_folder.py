@@ -108,8 +108,8 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
     ours = f"{index['_class_name']} samples by {scheduler_kind}, this run by {module.solver}"
     try:
         import diffusers
-    except ModuleNotFoundError:
-        return f"{ours}. Whether images are the same was not measured: diffusers is not installed."
+    except ModuleNotFoundError as error:
+        return f"{ours}. Whether images are the same was not measured: {error}."
     network = getattr(diffusers, kind).from_config(_read_json(folder / part / "config.json")).eval()
     network.load_state_dict(read_safetensors(folder / part / f"{_WEIGHTS_STEM}.safetensors"))
     for block in getattr(network, "transformer_blocks", []):  # as in `FIX_FREQUENCIES`
@@ -135,12 +135,15 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
         x_t = scheduler.step(output, t, x_t, **options).prev_sample
     if module.codec.bounded:
         x0, x_t = x0.clamp(-1, 1), x_t.clamp(-1, 1)
-    levels = (x0 - x_t).abs() * 127.5
-    verdict = "the same" if levels.max() < 1 else "not the same"
+    difference, kind, unit = (x0 - x_t).abs(), "latents", "of 1, their usual spread"
+    is_same = difference.max() < 0.01
+    if module.codec.bounded:
+        difference, kind, unit = 127.5 * difference, "images", "of 255 levels"
+        is_same = difference.max() < 1
     return (
-        f"{ours}. In {steps} steps from seeds {', '.join(map(str, seeds))} their images are "
-        f"{verdict}: they differ by at most {levels.max():.2g} and on average {levels.mean():.2g} "
-        "of 255 levels."
+        f"{ours}. In {steps} steps from seeds {', '.join(map(str, seeds))} their {kind} are "
+        f"{'the same' if is_same else 'not the same'}: they differ by at most "
+        f"{difference.max():.2g} and on average {difference.mean():.2g} {unit}."
     )
 
 

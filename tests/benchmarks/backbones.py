@@ -60,7 +60,7 @@ def print_steps(config: str, arms: list[str], budget: int, rounds: int = 40) -> 
     usual = model_of(config)
     files = {"baseline": config, **dict(arm.split("=") for arm in arms)}
     networks = {
-        name: instantiate(model_of(file)["network"], nn.Module, TRUST, file)
+        name: instantiate([model_of(file)["network"]], nn.Module, TRUST, file)
         for name, file in files.items()
     }
     shape, classes = tuple(usual["image_shape"]), usual["num_classes"]

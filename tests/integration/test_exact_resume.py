@@ -91,13 +91,13 @@ def test_died_under_settings_of_the_trainer(tmp_path, trainer, step):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 2])
 def test_died_in_epochs_of_one_step(tmp_path, step):
     trainer = ("accumulate_grad_batches", 5), ("max_steps", 5), ("check_val_every_n_epoch", 2)
     assert_undisturbed(tmp_path, Recipe(("EMA", "StepSeed"), trainer=trainer), 5 * step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [7, 8])
 def test_died_in_an_epoch_that_accumulates_more_than_the_first(tmp_path, step):
     recipe = Recipe(("GradientAccumulationScheduler",))
