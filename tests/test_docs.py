@@ -129,7 +129,7 @@ def test_python_runs_as_shown(key, monkeypatch, tmp_path):
 WANDB = find_spec("wandb") is not None
 
 ELSEWHERE = {
-    "README.md-0": "fit is run again below, and CI runs the command itself",
+    "README.md-0": "fit is run before what is below, and CI runs the command itself",
     "README.md-1": "by CI",
     "README.md-3": "by tests/test_configs.py, on a small folder",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
@@ -161,8 +161,9 @@ def run_commands(page: str) -> None:
     commands = [
         code for key, code in blocks("bash", {page: PAGES[page]}).items() if key not in ELSEWHERE
     ]
-    if page == "evaluation.md":  # whose runs and samples come from another page
-        commands.insert(0, "lit-diffusion fit --config configs/digits.yaml")
+    if page in ("README.md", "evaluation.md", "interchange.md", "analysis.md"):
+        commands.insert(0, "lit-diffusion fit --config configs/digits.yaml")  # README's first
+    if page == "evaluation.md":
         commands.insert(1, "lit-diffusion sample --checkpoint runs/digits --out samples")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     steps = 0

@@ -45,7 +45,7 @@ HELP = {
 
     lit-diffusion fit --config configs/digits.yaml
     lit-diffusion fit --config configs/digits.yaml --config configs/arms/NAME.yaml
-    lit-diffusion fit --config configs/digits.yaml --ckpt_path=last --trainer.max_steps=1000
+    lit-diffusion fit --config configs/digits.yaml --ckpt_path=last --trainer.max_steps=4000
 
 A config names the model, data, trainer and callbacks; later configs and options win over earlier
 ones, and all of them over a checkpoint. Everything goes to runs/<name of the first config>, or to
@@ -93,7 +93,8 @@ def run(argv: Sequence[str]) -> None:
     command, *options = argv
     if {"-h", "--help", "--help=all"} & set(options):
         if options[-1] not in ("all", "--help=all"):
-            print(f"usage: lit-diffusion {command} --config FILE [options]\n\n{HELP[command]}")
+            needed = "--config" if command == "fit" else "--ckpt_path"
+            print(f"usage: lit-diffusion {command} {needed} FILE [options]\n\n{HELP[command]}")
             return
         options = ["--help"]
     _refuse_wrong_options(options)

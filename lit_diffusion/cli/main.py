@@ -21,7 +21,10 @@ from lit_diffusion.signals import record_signals
 COMMANDS = {
     "fit": ("cli.fit", "train a model from a config, or resume a run"),
     "validate": ("cli.fit", "loss of a checkpoint on the validation split"),
-    "test": ("cli.fit", "loss and FID of a checkpoint on the test split"),
+    "test": (
+        "cli.fit",
+        "loss and FID of a checkpoint on the test split, else on the validation split",
+    ),
     "predict": ("cli.fit", "run a checkpoint on the prediction split"),
     "sample": ("cli.sample", "write images that a checkpoint generates"),
     "evaluate": ("cli.evaluate", "FID, KID, precision, recall and IS of a checkpoint or of images"),
@@ -123,7 +126,7 @@ Train diffusion models, score them and sample from them.
 {lines}
 
   lit-diffusion fit --config configs/digits.yaml
-  lit-diffusion fit --config configs/digits.yaml --ckpt_path=last
+  lit-diffusion fit --config configs/digits.yaml --ckpt_path=last --trainer.max_steps=4000
   lit-diffusion sample --checkpoint runs/digits --num 64 --out samples
 
 With --debug, or {DEBUG}=1, a mistake is reported with its traceback."""

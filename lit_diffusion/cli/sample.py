@@ -31,7 +31,7 @@ def build_parser() -> Parser:
     lit-diffusion sample --checkpoint runs/digits --num 4 --out paths --trajectory
     lit-diffusion sample --checkpoint runs/digits --num 1440 --out compared --compare solvers
 
-Image i has the seed SEED + i and is the same in any batch and on any device. OUT gets 000000.png,
+Image i has the seed SEED + i; up to rounding it is the same in any batch, on any device. OUT gets 000000.png,
 000001.png, ... at their own size, grid.png with the first of them, and samples.json, which says how
 they were generated. A call that is stopped keeps its images; the same command continues it.
 

@@ -23,7 +23,7 @@ or `per_sample_loss`.
     lit-diffusion analyze consistency runs/a runs/b runs/c --out consistency
     lit-diffusion analyze interpolate runs/a runs/b --align --out line
     lit-diffusion analyze landscape runs/a --out surface
-    lit-diffusion analyze landscape runs/a --path runs/a/checkpoints/step-*.ckpt --out way
+    lit-diffusion analyze landscape runs/a --path runs/a/checkpoints/epoch=*.ckpt --out way
     lit-diffusion analyze hessian runs/a --levels 0.1,0.5,0.9 --out spectrum
 
 Each writes arrays (.npz), numbers (.json) and a picture to OUT, and prints its cost before it

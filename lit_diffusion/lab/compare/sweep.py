@@ -85,7 +85,8 @@ On a cluster, each line of --print is an array task, which resumes when it is re
     text = "configs of the experiment"
     add("configs", nargs="*", action="extend", default=[], metavar="CONFIG", help=text)
     add("-c", "--config", dest="configs", action="append", metavar="CONFIG", help="same as CONFIG")
-    add("--arms", nargs="+", default=[], metavar="ARM", help="configs that are added to CONFIG")
+    text = "configs that are added to CONFIG, a run each (default: the baseline alone)"
+    add("--arms", nargs="+", default=[], metavar="ARM", help=text)
     add("--seeds", type=integers, default=[0, 1, 2], metavar="0,1,2", help="default 0,1,2")
     add("--jobs", type=integer, default=1, metavar="N", help="runs at a time (default 1)")
     add("--out", metavar="DIR", help="default runs/<name of CONFIG>-sweep")
