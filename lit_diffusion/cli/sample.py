@@ -31,9 +31,10 @@ def build_parser() -> Parser:
     lit-diffusion sample --checkpoint runs/digits --num 4 --out paths --trajectory
     lit-diffusion sample --checkpoint runs/digits --num 1440 --out compared --compare solvers
 
-Image i has the seed SEED + i; up to rounding it is the same in any batch, on any device. OUT gets 000000.png,
-000001.png, ... at their own size, grid.png with the first of them, and samples.json, which says how
-they were generated. A call that is stopped keeps its images; the same command continues it.
+Image i has the seed SEED + i, and up to rounding is the same in any batch, on any device. OUT gets
+000000.png, 000001.png, ... at their own size, grid.png with the first of them, and samples.json,
+which says how they were generated. A call that is stopped keeps its images; the same command
+continues it.
 
 --trajectory adds trajectory.png and trajectory.gif: x_t and the x0 predicted from it, step by step,
 for the first four images. --compare generates the NUM images by each solver with each number of
