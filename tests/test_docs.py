@@ -151,6 +151,7 @@ SHORT = {
     "fit": f"{FEW} --trainer.limit_test_batches=1",
     "test": "--trainer.limit_val_batches=2 --trainer.limit_test_batches=1",
     "sweep": f"{FEW} --seeds 0 --trainer.max_steps=4",
+    "analyze consistency": "",
     "analyze": "--images 8 --levels 0.5",
 }
 """What makes a command of a page quick, by its first words."""
