@@ -17,7 +17,7 @@ DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"
 OPTIONS = [
     "--trainer.max_steps=2 --trainer.log_every_n_steps=1 --trainer.val_check_interval=2",
     "--trainer.limit_val_batches=1 --trainer.callbacks.FIDEvaluation=null",
-    "--trainer.callbacks.SampleGrid.num=4",
+    "--trainer.callbacks.SampleGrid.num=4 --trainer.callbacks.SampleGrid.every_n_steps=2",
 ]
 NAMES = ["samples/step-ema", "samples/nearest-ema"]
 

@@ -391,7 +391,7 @@ def class_paths() -> Iterator[Case]:
 
     yield Case("class-that-unpickles", unpickles, SAMPLE, f"{NAMED}|model")
     reads = edit(lambda content: content["hyper_parameters"].update(codec=codec))
-    yield Case("class-that-reads", reads, SAMPLE, f"{NAMED} names the folder images")
+    yield Case("class-that-reads", reads, SAMPLE, f"{NAMED}: the checkpoint names the folder")
     args = {"command": TOUCH, "source": WRITE, "args": ["touch", f"../{CANARY}"]}
     for (path, slot), command in zip(
         zip(PATHS, itertools.cycle(SLOTS)), itertools.cycle((SAMPLE, VALIDATE))
