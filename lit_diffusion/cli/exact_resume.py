@@ -214,15 +214,15 @@ def _restore_model_checkpoints(trainer: Trainer, states: dict[str, dict[str, Any
         state = states.get(saver.state_key, {})
         vars(saver).update({name: state[name] for name in _OMITTED_ATTRIBUTES if name in state})
         latest = {saver.best_model_path, saver.last_model_path, saver._last_checkpoint_saved}
-        own_files = list(filter(None, {*latest, saver.kth_best_model_path, *saver.best_k_models}))
-        for file in own_files:  # ModelCheckpoint may delete it
+        saved_files = list(filter(None, {*latest, saver.kth_best_model_path, *saver.best_k_models}))
+        for file in saved_files:  # ModelCheckpoint may delete it
             is_elsewhere = "://" in file and not file.startswith(f"{saver.dirpath}/")
             if is_elsewhere or ".." in Path(file).parts:
                 raise ValueError(
                     f"{trainer.ckpt_path} names {file} as a file of ModelCheckpoint, which would "
                     f"delete it, and its folder is {saver.dirpath}: resume from another checkpoint."
                 )
-        tracked |= set(map(os.path.abspath, own_files))
+        tracked |= set(map(os.path.abspath, saved_files))
         if saver.dirpath:
             files |= {os.path.abspath(file) for file in Path(saver.dirpath).glob("*.ckpt")}
     obsolete = {file for file in files - tracked if read_step(file) >= trainer.global_step}
