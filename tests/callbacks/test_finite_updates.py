@@ -463,7 +463,8 @@ def test_a_module_without_optimizers_is_left_alone(tmp_path):
         def configure_optimizers(self):
             return None
 
-    fit(tmp_path, None_(), FiniteUpdates())
+    trainer = fit(tmp_path, None_(), FiniteUpdates())
+    assert trainer.fit_loop.total_batch_idx + 1 == 6  # all batches
 
 
 def test_sparse_and_missing_gradients_are_looked_at(tmp_path):
