@@ -193,7 +193,7 @@ def test_a_small_folder_runs_as_its_comments_say(folder):
     assert arguments["image_shape"] == [3, 32, 32]
     assert arguments["num_classes"] == arguments["network"]["init_args"]["num_classes"] == 3
     assert call(sample.removeprefix("lit-diffusion ").replace("64", "4")) == 0
-    assert len(list(Path("samples").glob("0*.png"))) == 4
+    assert len(list(Path("folder-samples").glob("0*.png"))) == 4
 
 
 def test_shape_and_classes_of_the_data_need_data_and_a_command(folder, capsys):
