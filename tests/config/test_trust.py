@@ -186,7 +186,7 @@ def test_a_config_may_have_them(capsys, tmp_path):
     assert config["data"]["class_path"] == "lit_diffusion.data.digits.Digits"
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest(capsys):
+def test_a_misspelt_name_is_answered_with_the_nearest(folder, capsys):
     for wrong, name in (
         ("parameterization=Velocty", "Velocity"),
         ("loss.weighting=MINSNR", "MinSNR"),
