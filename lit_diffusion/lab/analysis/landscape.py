@@ -118,7 +118,7 @@ def draw_landscape(
 ) -> None:
     """Draw each loss (K, K) as contours with an optional trajectory (n, 2), and as a surface."""
     count = len(names)
-    figure = Figure(figsize=(4 * count, 6), layout="constrained")
+    figure = Figure(figsize=(4.5 * count, 7), layout="tight")  # "constrained" cuts labels beside 3D
     for i, name in enumerate(names):
         is_positive = values[i].min() > 0
         heights = np.log10(values[i]) if is_positive else values[i]
