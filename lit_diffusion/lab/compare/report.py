@@ -79,14 +79,14 @@ class Report:
         comparison, best = self.comparison, self.comparison.best
         base, name = comparison.baseline.name, best.arm.name
         factor = format_speedup(replace(best.speedup, low=None, high=None))
-        reach = f"{comparison.metric} {format_fid(best.at)} {factor} as fast as {base}"
+        speed = f"{factor} as fast as {base} to {comparison.metric} {format_fid(best.at)}"
         if not comparison.winners:
             if factor == "unknown":
                 return f"No arm is shown to win: how fast {name}, the best, is remains unknown."
-            return f"No arm is shown to win: {name}, the best, reaches {reach}."
+            return f"No arm is shown to win: {name}, the best, is {speed}."
         not_leading = [metric for metric, other in self.others.items() if not leads(name, other)]
         caveat = f", but does not lead by {', '.join(not_leading)}" * bool(not_leading)
-        return f"{name} wins: it reaches {reach}{caveat}."
+        return f"{name} wins: it is {speed}{caveat}."
 
     @property
     def evidence(self) -> str:

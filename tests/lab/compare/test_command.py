@@ -33,7 +33,7 @@ def test_a_sweep_is_compared_and_printed_as_one_sentence_and_one_table(capsys):
     write_run(Path("sweep/lost/seed-0"), [*fids(1.0, 0)[:-1], None], 0)
     assert call("compare sweep") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("fast wins: it reaches FID ")
+    assert lines[0].startswith("fast wins: it is 2.")
     assert any(line.startswith("| same | 5 of 5 |") for line in lines)
     assert "- Seeds without a finite last FID: 1 of lost." in lines
     assert lines[-1] == "Report: report/report.html"

@@ -46,7 +46,7 @@ def result_of(*arms):
 
 def test_the_result_names_the_winner_with_its_interval_p_and_seeds():
     result, best = result_of(arm("fast", 2.0), arm("slow", 0.5)), COMPARISON.best
-    assert result.startswith("fast wins: it reaches FID ")
+    assert result.startswith("fast wins: it is 2.")
     for part in (
         format_speedup(best.speedup),
         "p < 0.001",
