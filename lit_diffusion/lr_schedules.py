@@ -7,10 +7,8 @@ the new length.
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -119,35 +117,3 @@ class WarmupCosine(WarmupLinear):
     def decay(self, done: float) -> float:
         """(1 + cos(pi done)) / 2."""
         return (1 + math.cos(math.pi * done)) / 2
-
-
-def optimizer_and_schedule(
-    parameters: Iterable[Parameter],
-    make_optimizer: Callable[[Iterable[Parameter]], Optimizer],
-    make_schedule: Callable[[Optimizer], Any] | None,
-    total_steps: Callable[[], int | None],
-) -> Any:
-    """What `configure_optimizers` returns: the optimizer, and the schedule stepped with it.
-
-    Args:
-        parameters: parameters to train.
-        make_optimizer: called with the parameters.
-        make_schedule: called with the optimizer; None keeps the lr constant.
-        total_steps: returns the optimizer steps of the whole run, or None if it has no end; called
-            only for a schedule that needs this number and was built without it.
-
-    Raises:
-        ValueError: if the schedule needs the length of the run, and there is none.
-    """
-    optimizer = make_optimizer(parameters)
-    if make_schedule is None:
-        return optimizer
-    schedule = make_schedule(optimizer)
-    if isinstance(schedule, WarmupLinear) and schedule.total_steps is None:
-        if (steps := total_steps()) is None:
-            raise ValueError(
-                "the lr schedule needs the length of the run, and this Trainer has none; pass "
-                "max_steps to the Trainer or total_steps to the schedule."
-            )
-        schedule.set_total_steps(steps)
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
@@ -26,7 +27,8 @@ from lit_diffusion.metrics.evaluation_record import count_training_images, is_re
 class RunConfig(SaveConfigCallback):
     """Writes config.yaml, or config.resume-N.yaml for a resume, into the run folder of a fit.
 
-    Writes after the checkpoint is restored, so that a failed attempt leaves no config.
+    Its first line is a comment that says on what the run was computed. Writes after the checkpoint
+    is restored, so that a failed attempt leaves no config.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -38,7 +40,7 @@ class RunConfig(SaveConfigCallback):
         """Write the config, and log it as hyperparameters."""
         if trainer.is_global_zero and not self.already_saved:
             text = self.parser.dump(self.config, skip_unset=False, skip_validation=True)
-            atomic_write_text(self._path, text)
+            atomic_write_text(self._path, f"# {computed_on(trainer)}\n{text}")
             settings = yaml.safe_load(text)
             settings.pop("ckpt_path", None)
             settings["trainer"].pop("logger", None)  # may contain an API key
@@ -49,6 +51,18 @@ class RunConfig(SaveConfigCallback):
         self.already_saved = True
 
     on_sanity_check_start = on_train_start
+
+
+def computed_on(trainer: Trainer) -> str:
+    """Version of torch, devices, precision of float32 products, and fused optimizers of a run."""
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    text = f"torch {torch.__version__} on {trainer.world_size} x {name}, "
+    text += f"float32 matmul precision {torch.get_float32_matmul_precision()}"
+    for optimizer in trainer.optimizers:
+        is_fused = any(group.get("fused") for group in optimizer.param_groups)
+        text += f", {type(optimizer).__name__}" + (" with fused=True" if is_fused else "")
+    return text
 
 
 # Messages for the user

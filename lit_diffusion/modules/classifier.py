@@ -13,8 +13,8 @@ from lit_diffusion.callbacks.trainer_state import is_built_from_config, total_st
 from lit_diffusion.codecs import PixelCodec, encode_for_training
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.guidance import LogProbGradient
-from lit_diffusion.lr_schedules import optimizer_and_schedule
 from lit_diffusion.modules import checks
+from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.protocols import Codec, Process, TimestepDistribution
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
 from lit_diffusion.timesteps import draw_uniforms

@@ -26,8 +26,8 @@ from lit_diffusion.codecs import PixelCodec, encode_for_training
 from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.distributed import total_norm
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.lr_schedules import optimizer_and_schedule
 from lit_diffusion.modules import checks
+from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.protocols import (
     Codec,
     Condition,
@@ -70,7 +70,8 @@ class DiffusionModule(LightningModule):
         loss: training objective.
         times: distribution of the training times.
         solver: sampler used by `generate`.
-        optimizer: called with the parameters that require a gradient.
+        optimizer: called with the parameters that require a gradient. On a GPU, torch's Adam, AdamW
+            and SGD use fused=True unless they were given `fused` or `foreach`.
         image_shape: (C, H, W) of x0. In a config of `fit`, "data" stands for that of the data
             module's images, and likewise for its number of classes below.
         num_classes: short for conditioning=ClassLabels(num_classes).

@@ -81,3 +81,17 @@ def test_a_fit_that_was_stopped_resumes_as_it_says(options, tmp_path, monkeypatc
     assert line.endswith(f" goes on from {resumed.checkpoint}.")
     line = resume_line(request, 3, signal.SIGINT, False)
     assert "SIGINT at step 3. The 2 steps since step 1 are lost. The same" in line
+
+
+def test_a_config_begins_with_what_the_run_was_computed_on(tmp_path):
+    class Parser:
+        def dump(self, config, **options):
+            return "trainer: {}\n"
+
+    fit(RunConfig(Parser(), None), tmp_path, max_steps=1)
+    first, *rest = (tmp_path / "config.yaml").read_text().splitlines()
+    precision = torch.get_float32_matmul_precision()
+    assert first == (
+        f"# torch {torch.__version__} on 1 x cpu, float32 matmul precision {precision}, Adam"
+    )
+    assert rest == ["trainer: {}"]

@@ -15,6 +15,7 @@ from lit_diffusion.callbacks.trainer_state import completed_steps, eval_mode, is
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.modules import checks
+from lit_diffusion.modules.optimizers import with_fused_kernels
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.seeding import PerSampleNoise, run_seed, seed_step
 
@@ -142,8 +143,8 @@ class GANModule(LightningModule):
         """Return the generator's optimizer, then the discriminator's."""
         build_generator_optimizer, build_discriminator_optimizer = self._build_optimizers
         return [
-            build_generator_optimizer(self.generator.parameters()),
-            build_discriminator_optimizer(self.discriminator.parameters()),
+            with_fused_kernels(build_generator_optimizer(self.generator.parameters())),
+            with_fused_kernels(build_discriminator_optimizer(self.discriminator.parameters())),
         ]
 
     def on_train_epoch_start(self) -> None:

@@ -1,0 +1,116 @@
+from copy import deepcopy
+from functools import partial
+
+import pytest
+import torch
+from support.saving import fit, saved
+from support.tiny_run import TinyModule, TinyNet
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+from lit_diffusion.callbacks import EMA, MomentumDecay
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from lit_diffusion.modules.optimizers import with_fused_kernels
+
+
+class OwnAdam(Adam):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "devices", "dtype", "fused"),
+    [
+        (Adam, {}, ["cuda", "cuda"], torch.float32, True),
+        (AdamW, {}, ["cuda"], torch.bfloat16, True),
+        (SGD, {"momentum": 0.9}, ["cuda"], torch.float64, True),
+        (Adam, {}, ["cpu"], torch.float32, None),
+        (Adam, {}, ["cuda", "cpu"], torch.float32, None),
+        (Adam, {}, ["cuda"], torch.complex64, None),
+        (Adam, {"foreach": False}, ["cuda"], torch.float32, None),
+        (Adam, {"fused": False}, ["cuda"], torch.float32, False),
+        (Adam, {"differentiable": True}, ["cuda"], torch.float32, None),
+        (OwnAdam, {}, ["cuda"], torch.float32, None),
+    ],
+)
+def test_torchs_optimizers_are_fused_on_a_gpu_unless_the_user_chose(
+    kind, options, devices, dtype, fused
+):
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.zeros(2, device=d, dtype=dtype)) for d in devices]
+        optimizer = with_fused_kernels(kind(params, lr=0.1, **options))
+        added = {"params": [nn.Parameter(torch.zeros(2, device=devices[0], dtype=dtype))]}
+        optimizer.add_param_group(added)  # by a callback that unfreezes weights
+    assert [group["fused"] for group in optimizer.param_groups] == [fused, fused]
+
+
+def test_an_optimizer_without_fused_kernels_is_left_alone():
+    with FakeTensorMode():
+        optimizer = with_fused_kernels(RMSprop([nn.Parameter(torch.zeros(2, device="cuda"))]))
+    assert "fused" not in optimizer.param_groups[0]
+
+
+def trained(kind, state=None, steps=3, **options):
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    optimizer = with_fused_kernels(kind(net.parameters(), lr=0.1, **options))
+    if state is not None:
+        net.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+    return net.state_dict(), optimizer.state_dict()
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW, partial(SGD, momentum=0.9)])
+@pytest.mark.parametrize(("before", "after"), [(None, True), (True, None), (False, True)])
+def test_a_resume_keeps_its_own_implementation_and_the_saved_state(kind, before, after):
+    """A checkpoint from before fused kernels, or from another device, does not undo the choice."""
+    state = deepcopy(trained(kind, fused=before))
+    unchanged = deepcopy(state)
+    weights, optimizer = trained(kind, state, fused=after)
+    assert optimizer["param_groups"][0]["fused"] is after
+    assert state[1]["param_groups"] == unchanged[1]["param_groups"]
+    whole, _ = trained(kind, steps=6, fused=after)
+    torch.testing.assert_close(weights, whole, rtol=1e-6, atol=1e-7)
+
+
+def test_a_state_of_other_param_groups_is_refused_as_by_torch():
+    (first, _), (_, state) = trained(Adam), trained(Adam)
+    state["param_groups"].append(state["param_groups"][0])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        trained(Adam, (first, state))
+
+
+def fused_by_default(params):
+    """What `with_fused_kernels` makes of Adam on a GPU."""
+    optimizer = with_fused_kernels(Adam(params, lr=0.1, betas=(0.8, 0.9)))
+    optimizer.param_groups[0]["fused"] = True
+    return optimizer
+
+
+def run(folder, steps, resume=False):
+    callbacks = [EMA(0.5), MomentumDecay(total_steps=8)]
+    fit(
+        LastCheckpoint(folder),
+        folder,
+        folder / "last.ckpt" if resume else None,
+        callbacks,
+        TinyModule(TinyNet(3), fused_by_default),
+        max_steps=steps,
+        precision="bf16-mixed",
+        gradient_clip_val=0.1,
+    )
+    return saved(folder)
+
+
+def test_a_fused_fit_clips_in_mixed_precision_and_resumes_to_the_bit(tmp_path):
+    """Lightning refuses to clip beside `Adam(fused=True)`, even in bf16-mixed."""
+    whole = run(tmp_path / "whole", 8)
+    run(tmp_path, 5)
+    resumed = run(tmp_path, 8, resume=True)
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
+    assert whole["optimizer_states"][0]["param_groups"][0]["fused"] is True
