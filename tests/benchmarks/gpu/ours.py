@@ -1,0 +1,127 @@
+"""Our modules, as the shipped configs build them, and their training steps."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.pytorch import LightningModule
+from measure import device
+from torch import Tensor, nn
+
+from lit_diffusion.checkpoints.loading import instantiate
+from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.timesteps import draw_uniforms
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+TINY_UNET = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1}
+TINY = {
+    "cifar10-improved": ([3, 8, 8], TINY_UNET | {"attention_downsample": [2]}),
+    "imagenet128-guided": ([3, 16, 16], TINY_UNET | {"attention_downsample": [2]}),
+    "imagenet256-latents": ([4, 8, 8], {"image_size": 8, "width": 64, "depth": 2, "num_heads": 4}),
+}
+"""Image shape and network of a config in a size for one core."""
+AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+BLOCKS = ("ResBlock", "AttentionBlock", "DiTBlock")
+
+
+def build(config: str, tiny: bool = False, **settings: Any) -> DiffusionModule:
+    """The module of a config, on the device; settings override its arguments."""
+    path = CONFIGS / f"{config}.yaml"
+    spec = yaml.safe_load(path.read_text())["model"]
+    arguments = spec["init_args"]
+    arguments.pop("codec", None)  # which is a pretrained VAE: the benchmark starts with latents
+    if tiny and config in TINY:
+        arguments["image_shape"], sizes = TINY[config]
+        arguments["network"]["init_args"].update(sizes)
+    arguments.update(settings)
+    torch.manual_seed(0)
+    return instantiate([spec], LightningModule, (), path).to(device()).train()
+
+
+def ddim(steps: int) -> dict[str, Any]:
+    return {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"steps": steps}}
+
+
+def compiled(network: nn.Module, mode: str = "default", blocks: bool = False) -> nn.Module:
+    """A network with the same weights, compiled as a whole or each of its blocks.
+
+    Blocks of one shape share their code, so that compiling them takes as long as compiling one.
+    """
+    fast = copy.copy(network)
+    options = (
+        {"mode": mode, "dynamic": False} if torch.cuda.is_available() else {"backend": "eager"}
+    )
+    if not blocks:
+        fast.compile(**options)
+        return fast
+    torch._dynamo.config.recompile_limit = 64  # a U-Net has as many shapes of blocks
+    fast = copy.deepcopy(network)
+    for name, parameter in network.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        fast.get_submodule(owner)._parameters[leaf] = parameter
+    for module in fast.modules():
+        if type(module).__name__ in BLOCKS:
+            module.compile(**options)
+    return fast
+
+
+def with_network(module: DiffusionModule, network: nn.Module) -> DiffusionModule:
+    """The same module around another network."""
+    other = copy.copy(module)
+    other.__dict__["_modules"] = {**module._modules, "network": network}
+    return other
+
+
+class Training:
+    """Optimizer and average of a network's weights."""
+
+    def __init__(self, network: nn.Module, optimizer: type = torch.optim.Adam) -> None:
+        self.parameters = [p for p in network.parameters() if p.requires_grad]
+        no_decay = {"weight_decay": 0.0} if optimizer is torch.optim.AdamW else {}
+        fused = torch.cuda.is_available()
+        self.optimizer = optimizer(self.parameters, lr=1e-4, fused=fused, **no_decay)
+        self.average = [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def update(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
+            scaler.update()
+        self.optimizer.zero_grad()
+        torch._foreach_lerp_(self.average, self.parameters, 1e-4)
+
+
+def loss_of(module: DiffusionModule, inputs: Tensor, labels: Tensor | None) -> Tensor:
+    """`DiffusionModule.training_step` without its Trainer; inputs are uint8 images or latents."""
+    x0 = module.codec.encode(inputs) if inputs.dtype == torch.uint8 else inputs
+    u = draw_uniforms(len(x0), None, module.uniforms, device=x0.device)
+    t, noise = module.times.quantile(u, module.process), torch.randn_like(x0)
+    if labels is not None:
+        dropped = torch.rand(len(x0), device=x0.device) < module.label_dropout
+        labels = module.conditioning.drop(labels, dropped)
+    return module.per_sample_loss(x0, labels, t, noise, 0).mean()
+
+
+def training_step(
+    module: DiffusionModule,
+    training: Training,
+    inputs: Tensor,
+    labels: Tensor | None = None,
+    precision: str = "bf16",
+) -> Callable[[], Tensor]:
+    dtype = AMP_DTYPES[precision]
+    scaler = torch.amp.GradScaler(device().type) if precision == "fp16" else None
+
+    def step() -> Tensor:
+        with torch.autocast(device().type, dtype, enabled=dtype is not None):
+            loss = loss_of(module, inputs, labels)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        training.update(scaler)
+        return loss
+
+    return step

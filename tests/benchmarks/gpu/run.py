@@ -1,0 +1,139 @@
+"""Steps on a GPU, ours beside those of others, as JSON lines.
+
+    python tests/benchmarks/gpu/run.py [SECTION ...] --out DIR [--budget SECONDS] [--peers DIR]
+
+Needs diffusers, and in DIR clones of openai/improved-diffusion (as improved),
+openai/guided-diffusion (guided) and facebookresearch/DiT (dit); what is missing becomes a row with
+an error. The processes of all sections start and compile at once; then the sections are measured in
+the order in which they are named. A process that is not ready by then is waited for, up to
+--prepare seconds from the start. Rows are written as they are measured, and nothing goes on after
+--budget seconds. --tiny runs small networks, on a CPU as well: to try the scripts.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import ceilings
+import ema
+import fid
+import fit_overhead
+import sampling
+import train
+from diffusers import DDIMScheduler, DiTTransformer2DModel, UNet2DModel  # noqa: F401 - once for all processes
+from measure import Rows
+from turns import Worker, WorkerError
+
+INTERLEAVED = {
+    "cifar10": train.cifar10,
+    "dit": train.dit,
+    "sampling": sampling.sampling,
+    "imagenet128": train.imagenet128,
+}
+"""Sections whose workers take turns."""
+TABLES = {"fit": fit_overhead.fits, "ema": ema.averages, "fid": fid.evaluations}
+"""Sections whose workers give their rows at once."""
+SECTIONS = ("cifar10", "dit", "fit", "sampling", "ema", "fid", "imagenet128")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", metavar="SECTION", help=" ".join(SECTIONS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=3600.0)
+    parser.add_argument("--prepare", type=float, default=600.0)
+    parser.add_argument("--rounds", type=int, default=3, help="times that each variant is timed")
+    parser.add_argument("--after", type=Path, help="measure only when this file exists")
+    parser.add_argument("--peers", type=Path, default=Path("peers"))
+    parser.add_argument("--commit", default="unknown", help="written into every row")
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    options.sections = options.sections or SECTIONS
+    if wrong := [name for name in options.sections if name not in SECTIONS]:
+        parser.error(f"there is no section {wrong[0]}; choose from {', '.join(SECTIONS)}")
+    start = time.time()
+    os.environ["LIT_DIFFUSION_PEERS"] = str(options.peers.resolve())
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = Rows(options.out / "results.jsonl", commit=options.commit)
+
+    bodies = {
+        name: (INTERLEAVED | TABLES)[name](options.tiny) for name in options.sections
+    }  # of processes, by section and variant
+    workers = {"ceilings": [Worker("ceilings", ceilings.ceilings(options.tiny))]}
+    for section, by_name in bodies.items():
+        chosen = [(name, body) for name, body in by_name.items() if options.only in name]
+        workers[section] = [Worker(name, body) for name, body in chosen]
+    deadline, ready_by = start + options.budget, start + min(options.prepare, options.budget)
+    try:
+        while options.after and not options.after.exists() and time.time() < deadline:
+            time.sleep(0.2)
+        matmul_tflops = write_ceilings(workers["ceilings"], rows, deadline)
+        for section in options.sections:
+            ready = wait_for(section, workers[section], rows, ready_by)
+            try:
+                if section in TABLES:
+                    write_tables(section, ready, rows, deadline)
+                else:
+                    seconds = 0.1 if options.tiny else 1.0
+                    train.interleave(
+                        section, ready, rows, deadline, matmul_tflops, seconds, options.rounds
+                    )
+            except WorkerError as error:
+                rows.write(section, "(section)", error=str(error)[-1500:])
+            for worker in workers.pop(section):
+                worker.close()
+    finally:
+        for worker in [each for group in workers.values() for each in group]:
+            worker.close()
+    rows.write("run", "(end)", seconds=round(time.time() - start, 1))
+
+
+def write_ceilings(workers: list[Worker], rows: Rows, deadline: float) -> float | None:
+    """Measure what the device does at most; returns TFLOP/s of a matrix product in bf16."""
+    (worker,) = workers
+    try:
+        worker.wait(deadline - time.time())
+        measured = worker.call(deadline - time.time(), "measure")
+    except WorkerError as error:
+        rows.write("ceilings", "(section)", error=str(error)[-1500:])
+        return None
+    finally:
+        worker.close()
+        workers.clear()
+    rows.common |= measured.pop("versions")
+    for variant, values in measured.items():
+        rows.write("ceilings", variant, **values)
+    return measured["matmul, bf16"]["tflops"]
+
+
+def wait_for(section: str, workers: list[Worker], rows: Rows, ready_by: float) -> list[Worker]:
+    """The workers that are ready by then; a row says so for each of the others."""
+    ready = []
+    for worker in workers:
+        try:
+            worker.wait(ready_by - time.time())
+            ready.append(worker)
+        except WorkerError as error:
+            rows.write(section, worker.name, error=str(error)[-1500:])
+    return ready
+
+
+def write_tables(section: str, workers: list[Worker], rows: Rows, deadline: float) -> None:
+    for worker in workers:
+        try:
+            answer = worker.call(min(deadline - time.time(), 120), "measure")
+        except WorkerError as error:
+            rows.write(section, worker.name, error=str(error)[-1500:])
+            continue
+        tables = answer if all(isinstance(v, dict) for v in answer.values()) else None
+        for variant, values in (tables or {worker.name: answer}).items():
+            rows.write(section, variant, **values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""512 images by 50 steps of DDIM with the network of configs/cifar10-improved.yaml."""
+
+import ours
+import peers
+import torch
+from measure import Step, Steps, device
+from train import Body
+from turns import Channel
+
+
+def sampling(tiny: bool) -> dict[str, Body]:
+    images, steps = (4, 3) if tiny else (512, 50)
+
+    def our_generate(mode: str | None) -> Body:
+        def body(channel: Channel) -> None:
+            solver = ours.ddim(steps)
+            module = ours.build("cifar10-improved", tiny, solver=solver, channels_last=True)
+            module.eval()
+            if mode is not None:
+                module = ours.with_network(module, ours.compiled(module.network, mode))
+
+            def generate() -> None:
+                with torch.autocast(device().type, torch.bfloat16):
+                    module.generate(range(images))
+
+            Steps({"step": Step(generate, images)}, counts_flops=False).serve(channel)
+
+        return body
+
+    def their_loop(mode: str | None) -> Body:
+        def body(channel: Channel) -> None:
+            from diffusers import DDIMScheduler
+
+            network = peers.diffusers_unet(tiny).eval()
+            network = network if mode is None else peers.compiled(network, mode)
+            scheduler = DDIMScheduler(beta_schedule="linear", clip_sample=True)
+            scheduler.set_timesteps(steps)
+            size = 8 if tiny else 32
+
+            @torch.no_grad()
+            def generate() -> None:
+                x = torch.randn(images, 3, size, size, device=device())
+                with torch.autocast(device().type, torch.bfloat16):
+                    for t in scheduler.timesteps:
+                        output = network(x, t).sample[:, :3].float()
+                        x = scheduler.step(output, t, x).prev_sample
+                ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+            Steps({"step": Step(generate, images)}, counts_flops=False).serve(channel)
+
+        return body
+
+    return {
+        "ours, eager": our_generate(None),
+        "diffusers, eager": their_loop(None),
+        "ours, compiled": our_generate("default"),
+        "diffusers, compiled": their_loop("default"),
+    }

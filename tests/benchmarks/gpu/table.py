@@ -1,0 +1,71 @@
+"""The rows of run.py as tables in Markdown: table.py FILE [SECTION ...]
+
+Of several rows of a variant the last counts.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+TRAINING = {
+    "wall_ms": "ms a step",
+    "device_ms": "ms on the device",
+    "kernels": "kernels",
+    "images_per_s": "images/s",
+    "device_matmul_share": "share of the matmul rate",
+    "peak_gib": "GiB",
+    "first_step_s": "first step, s",
+}
+COLUMNS = {
+    "ceilings": {"device_ms": "ms", "tflops": "TFLOP/s", "gb_per_s": "GB/s"},
+    "cifar10": TRAINING,
+    "dit": TRAINING,
+    "imagenet128": TRAINING,
+    "sampling": {
+        "wall_ms": "ms for all images",
+        "device_ms": "ms on the device",
+        "kernels": "kernels",
+        "images_per_s": "images/s",
+    },
+    "fit": {
+        "trainer_ms": "ms a step of `fit`",
+        "bare_ms": "ms of the bare loop",
+        "overhead": "overhead",
+        "images_per_s": "images/s",
+        "waits_per_step": "waits a step",
+    },
+    "ema": {"ms": "ms", "host_ms": "ms until the call returns"},
+    "fid": {"first_seconds": "s, the first", "seconds": "s", "peak_gib": "GiB"},
+}
+PERCENT = ("device_matmul_share", "overhead")
+
+
+def last_rows(path: Path, section: str) -> dict[str, dict[str, Any]]:
+    """The last row of each variant of a section, by its name."""
+    rows = map(json.loads, path.read_text().splitlines())
+    return {row["variant"]: row for row in rows if row["section"] == section}
+
+
+def cell(column: str, value: Any) -> str:
+    if value is None:
+        return "not measured"
+    if column in PERCENT:
+        return f"{100 * value:+.1f}%" if column == "overhead" else f"{100 * value:.0f}%"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def table(path: Path, section: str) -> list[str]:
+    columns = COLUMNS[section]
+    lines = [f"| {section} | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
+    for variant, row in last_rows(path, section).items():
+        cells = [cell(column, row.get(column)) for column in columns]
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    file, *sections = sys.argv[1:]
+    for name in sections or COLUMNS:
+        if last_rows(Path(file), name):
+            print("\n".join([*table(Path(file), name), ""]))
