@@ -17,6 +17,7 @@ from lit_diffusion.checkpoints.averages import (
     write_snapshot,
 )
 from lit_diffusion.ema_profiles import exponent, power_decay
+from lit_diffusion.files import check_regular
 
 
 class PowerEMA(EMA):
@@ -135,7 +136,7 @@ class PowerEMA(EMA):
         for step, file in list_snapshots(before).items():
             if step in self._hashes and not (self._folder / file.name).exists():
                 self._folder.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, self._folder / file.name)
+                shutil.copyfile(check_regular(file), self._folder / file.name)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
         """Write a snapshot if one is due."""

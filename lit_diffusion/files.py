@@ -6,7 +6,7 @@ import os
 import stat
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from io import BytesIO
@@ -119,6 +119,20 @@ def check_regular(path: str | Path) -> Path:
         kind = _KINDS.get(stat.S_IFMT(mode), "special file")
         raise ValueError(f"{path} is no regular file, but a {kind}; put the file itself there.")
     return Path(path)
+
+
+def check_option_values(options: Iterable[str]) -> None:
+    """Check that no option NAME=VALUE, or VALUE alone, names a pipe, socket or device.
+
+    jsonargparse reads each value of a class that is the path of anything but a folder.
+
+    Raises:
+        ValueError: if one does. The message has the path.
+    """
+    for option in options:
+        value = option.partition("=")[2] if option.startswith("--") else option
+        if os.path.exists(value) and not os.path.isdir(value):
+            check_regular(value)
 
 
 @contextmanager

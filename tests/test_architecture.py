@@ -195,9 +195,10 @@ UNCHECKED_READS = {
 
 
 def test_only_regular_files_are_read():
-    """Opening a pipe waits for a writer: each function that reads a file checks that it is one.
+    """Opening a pipe waits for another process: each function that opens a file checks its kind.
 
-    Appending and writing are not looked at: what is appended to was read before.
+    The rows of a run (mode "a") are not looked at: they were read before. Other files are written
+    by `atomic_write`, which opens none that is there.
     """
     functions = [
         (f"{name_of(file)}.{node.name}", node)
@@ -221,8 +222,8 @@ def reads_a_file(node: ast.AST) -> bool:
     modes = [a.value for a in node.args if isinstance(a, ast.Constant)]
     reads = (
         name in ("read_text", "read_bytes", "safe_open", "load_file", "from_pretrained")
-        or function in ("np.load", "torch.load", "Image.open", "open")
-        or (name == "open" and (not node.args or modes in (["r"], ["rb"])))
+        or function in ("np.load", "torch.load", "Image.open", "open", "shutil.copyfile")
+        or (name == "open" and (not node.args or modes in (["r"], ["rb"], ["w"], ["ab"])))
     )
     return reads and "__file__" not in ast.unparse(node)
 

@@ -16,6 +16,7 @@ from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.options import SPLITS, check_exists
 from lit_diffusion.cli.run_folder import latest_config, read_config, run_of
 from lit_diffusion.config.trust import is_within
+from lit_diffusion.files import check_option_values
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.metrics.images import HasSplits, ImageSet, open_images, open_split
 
@@ -57,6 +58,7 @@ def build_data(
     """
     if not (settings or options):
         return None
+    check_option_values(options)
     data = instantiate(settings, LightningDataModule, trust, path, options, key="data")
     data.prepare_data()
     return data if isinstance(data, HasSplits) else None

@@ -20,7 +20,7 @@ import yaml
 from lit_diffusion.callbacks.slurm import is_requeue_of
 from lit_diffusion.cli.options import Parser
 from lit_diffusion.config.yaml_file import read_yaml
-from lit_diffusion.files import check_regular
+from lit_diffusion.files import check_option_values, check_regular
 
 CLAIM = ".lock"
 """File in a run folder that is locked by the process that trains into it."""
@@ -72,7 +72,8 @@ def read_command_line(argv: Sequence[str]) -> Request:
 
     Raises:
         FileNotFoundError: if the file of --ckpt_path does not exist.
-        ValueError: for a config that is not a YAML mapping, or an option without its value.
+        ValueError: for a config that is not a YAML mapping, an option without its value, or a pipe
+            or device as one.
     """
     command = argv[0]
     parser = Parser(command, add_help=False)
@@ -83,6 +84,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
     parser.add_argument("--ckpt_path")
     parser.add_argument("--trainer.default_root_dir", dest="root")
     args, _ = parser.parse_known_args(options)  # leaves `options` unchanged
+    check_option_values(options)
     settings = [read_config(config) for config in args.config]
     ckpt_path = args.ckpt_path or _last_value(settings, "ckpt_path")
     ckpt_path = None if ckpt_path in (None, "null", "None") else str(ckpt_path)

@@ -11,6 +11,7 @@ from torchvision.datasets.utils import check_integrity
 
 from lit_diffusion.data.base import ImageDataModule, Split
 from lit_diffusion.data.datasets import TensorImages
+from lit_diffusion.files import check_regular
 
 
 class CIFAR10(ImageDataModule):
@@ -50,7 +51,10 @@ class CIFAR10(ImageDataModule):
             return
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            with (self.root / ".cifar-10-download").open("w") as file:
+            lock = self.root / ".cifar-10-download"
+            if lock.exists():
+                check_regular(lock)
+            with lock.open("w") as file:
                 with suppress(OSError):  # a file system without locks
                     fcntl.flock(file, fcntl.LOCK_EX)
                 self.source(self.root, download=True)

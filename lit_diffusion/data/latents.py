@@ -24,6 +24,8 @@ from lit_diffusion.data.datasets import Batch, ImageDataset, is_mirrored
 from lit_diffusion.files import atomic_write, atomic_write_text, check_regular, checked_read
 
 INDEX = "index.json"
+MAX_SHARDS = 10**6
+"""Maximal number of shards; more would take minutes to list."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class LatentIndex:
 
         Raises:
             FileNotFoundError: if there is none.
-            ValueError: if the file is not an index.
+            ValueError: if the file is not an index, or has numbers that no folder has.
         """
         path = folder / INDEX
         if not path.exists():
@@ -56,7 +58,16 @@ class LatentIndex:
         with checked_read(path, "index of latents") as file:
             fields = json.loads(file.read_text())
             tuples = {name: tuple(fields[name]) for name in ("image_shape", "classes")}
-            return cls(**{**fields, **tuples})
+            index = cls(**{**fields, **tuples})
+            counts = (index.num, index.shard_size, *index.image_shape)
+            texts = (index.vae, index.vae_sha256, index.images, *index.classes)
+            is_valid = all(type(count) is int and count >= 1 for count in counts)
+            is_valid &= all(isinstance(text, str) for text in texts)
+            if not is_valid or len(counts) != 5 or not isinstance(index.flips, bool):
+                raise ValueError("it has values of other types")
+            if index.num > MAX_SHARDS * index.shard_size:
+                raise ValueError(f"it has more than {MAX_SHARDS:,} shards")
+            return index
 
     def write(self, folder: Path) -> None:
         """Write or replace the index. All processes may call this, as they write the same."""

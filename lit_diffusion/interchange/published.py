@@ -56,7 +56,7 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
             or wrong, or the export would replace the file.
     """
     file = Path(file)
-    if file.exists() and file.absolute() == (Path(out) / WEIGHTS).absolute():
+    if file.exists() and file.resolve() == (Path(out) / WEIGHTS).resolve():
         raise ValueError(f"--out {out} would replace {file} itself; choose another folder.")
     if kind == "diffusers-unet":
         config, diffusers_state = read_model(file)

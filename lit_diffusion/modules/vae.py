@@ -38,7 +38,8 @@ class VAECodec:
     Raises:
         FileNotFoundError: if a file is missing.
         ModuleNotFoundError: without diffusers.
-        ValueError: for numbers out of range, or a folder of another kind of model.
+        ValueError: for numbers out of range, or a folder of another kind of model, or whose weights
+            are in several files; at first use, if weights do not fit config.json or are not finite.
 
     Source: Rombach et al. 2022 (latent diffusion), sections 3.1 and D.1.
     """
@@ -58,6 +59,12 @@ class VAECodec:
             raise FileNotFoundError(
                 f"{self.folder.absolute()} holds no {' and no '.join(missing)}: put there the "
                 "folder of an AutoencoderKL, as its save_pretrained writes it."
+            )
+        index = self.folder / f"{WEIGHTS}.index.json"
+        if index.exists():  # diffusers would read the files that it names in place of WEIGHTS
+            raise ValueError(
+                f"{index} names other files of weights than {WEIGHTS}: delete it, or have "
+                "save_pretrained write one file, by a larger max_shard_size."
             )
         if find_spec("diffusers") is None:
             raise ModuleNotFoundError("VAECodec needs diffusers: pip install -e '.[diffusers]'.")
@@ -164,4 +171,10 @@ class VAECodec:
                 f"{self.folder / WEIGHTS} does not fit its config.json: {keys[0]} and "
                 f"{len(keys) - 1} more are missing, unknown or of another shape."
             )
+        for name, parameter in vae.named_parameters():
+            if not parameter.isfinite().all():
+                raise ValueError(
+                    f"{self.folder / WEIGHTS}: weights must be finite, and {name} is not; the file "
+                    "is damaged: copy it again."
+                )
         return vae.requires_grad_(False)

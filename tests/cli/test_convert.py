@@ -166,9 +166,13 @@ def test_an_odd_argument_of_the_network_is_refused(dit, capsys, odd):
 def test_the_file_itself_is_not_replaced_by_what_is_made_of_it(dit, capsys):
     Path("dit.pt").rename("network.safetensors")
     before = Path("network.safetensors").read_bytes()
-    command = IMPORT.replace("dit.pt", "network.safetensors").replace("--out out", "--out .")
-    assert call(f"{command} --network.num_heads=4") == 2
-    assert "choose another folder" in capsys.readouterr().err
+    Path("link").symlink_to(".")
+    for out in (".", "link"):
+        command = IMPORT.replace("dit.pt", "network.safetensors").replace(
+            "--out out", f"--out {out}"
+        )
+        assert call(f"{command} --network.num_heads=4") == 2
+        assert "choose another folder" in capsys.readouterr().err
     assert Path("network.safetensors").read_bytes() == before
 
 

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,13 @@ def test_a_config_that_is_not_yaml_is_named():
     write("runs/a/config.yaml")
     with pytest.raises(ValueError, match=r"runs/a is a folder; .* runs/a/config\.yaml"):
         read("fit --config runs/a")
+
+
+@pytest.mark.parametrize("option", ["--model=", "--data ", "--trainer.callbacks=", "--config "])
+def test_a_pipe_as_the_value_of_an_option_is_refused_and_not_waited_for(option):
+    os.mkfifo("pipe")
+    with pytest.raises(ValueError, match=r"^pipe is no regular file, but a pipe"):
+        read(f"fit {option}pipe")
 
 
 @pytest.mark.parametrize("trace", ["metrics.csv", "evaluations.jsonl", "checkpoints/best-fid.ckpt"])

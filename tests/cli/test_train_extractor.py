@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -80,12 +81,14 @@ def test_a_run_is_scored_by_the_network_of_its_user_and_takes_it_along(capsys):
         (CONFIG, "--out there.safetensors", "there already"),
         (CONFIG, "--data.init_args.trian=photos", "trian"),
         (CONFIG, "--stpes 3", "stpes"),
+        (CONFIG, "--data=pipe", "pipe is no regular file"),
         (CONFIG.replace("train: photos, ", ""), "", "train must be given"),
     ],
 )
 def test_a_mistake_ends_in_one_line(capsys, config, options, message):
     Path("other.yaml").write_text(config)
     Path("there.safetensors").touch()
+    os.mkfifo("pipe")
     assert call(f"train-extractor --config other.yaml --out mine.safetensors {options}") == 2
     lines = capsys.readouterr().err.strip().split("\n")
     assert message in lines[-1]

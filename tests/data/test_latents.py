@@ -130,6 +130,24 @@ def test_what_is_missing_is_named(tmp_path):
         Latents(write(tmp_path / "b"), val=23).dataset("val")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("num", odd) for odd in ("x", -1, 0, 1e3, None, True, 10**18)],
+        *[("shard_size", odd) for odd in (0, -1, "4", 2.5)],
+        *[("image_shape", odd) for odd in ([3], ["a", "b", "c"], [3, 16, 1e9], "abc")],
+        *[("classes", odd) for odd in ([1], [[1]], 5)],
+        *[("vae_sha256", 5), ("images", None), ("vae", []), ("flips", "yes"), ("wings", 2)],
+    ],
+)
+def test_an_index_with_odd_values_is_damaged(tmp_path, name, value):
+    folder = write(tmp_path / "a")
+    index = json.loads((tmp_path / "a" / "index.json").read_text())
+    (tmp_path / "a" / "index.json").write_text(json.dumps(index | {name: value}))
+    with pytest.raises(ValueError, match="is damaged or no index of latents"):
+        Latents(folder, val=2).check()
+
+
 @pytest.mark.parametrize("name", ["index.json", "latents-00002.safetensors"])
 def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
     folder = write(tmp_path / "a")

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -219,6 +220,23 @@ def test_weights_that_are_not_all_there_are_refused_and_not_made_up(tmp_path):
     save_file(state, tmp_path / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"decoder.conv_out.bias and 0 more are missing"):
         VAECodec(str(tmp_path)).encode(IMAGES)
+
+
+def test_weights_of_several_files_or_that_are_not_finite_are_refused(tmp_path):
+    """diffusers prefers files that an index names, whose hash no checkpoint would have."""
+    small_vae.save(tmp_path)
+    state = load_file(tmp_path / WEIGHTS)
+    index = tmp_path / f"{WEIGHTS}.index.json"
+    part = {"metadata": {}, "weight_map": dict.fromkeys(state, "part.safetensors")}
+    index.write_text(json.dumps(part))
+    os.mkfifo(tmp_path / "part.safetensors")
+    with pytest.raises(ValueError, match=r"index\.json names other files of weights .* delete it"):
+        VAECodec(str(tmp_path))
+    index.unlink()
+    state["decoder.conv_out.bias"][0] = math.nan
+    save_file(state, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"must be finite, and decoder\.conv_out\.bias is not"):
+        VAECodec(str(tmp_path)).decode(torch.zeros(1, 4, 8, 8))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from lit_diffusion.files import check_regular
 from lit_diffusion.signals import InterruptedBySignal, SignalRecorder
 
 PATIENCE = 30.0
@@ -41,6 +42,8 @@ def claim_log(path: Path) -> IO[bytes] | None:
         The file, or None if another process holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        check_regular(path)
     file = path.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

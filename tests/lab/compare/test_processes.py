@@ -185,6 +185,12 @@ def test_a_log_is_claimed_once():
     assert claim_log(Path("deep/a.log")) is not None
 
 
+def test_a_pipe_in_the_place_of_a_log_is_refused_and_not_waited_for():
+    os.mkfifo("a.log")
+    with pytest.raises(ValueError, match=r"a\.log is no regular file, but a pipe"):
+        claim_log(Path("a.log"))
+
+
 def test_the_claim_lives_as_long_as_the_process_though_its_parent_was_killed():
     log = Path("a.log")
     child = "import time; print('there', flush=True); time.sleep(60)"
