@@ -4,9 +4,9 @@ Notation: x_t = alpha_t x0 + sigma_t noise, and s is a less noisy time than t.
 """
 
 import math
+import weakref
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,17 +77,36 @@ def posterior(process: Process, times: Tensor) -> Posterior:
     )
 
 
-@lru_cache(maxsize=8)
-def _all_posteriors(process: Process, device: torch.device) -> Posterior:
-    assert process.num_steps is not None
-    times = torch.arange(process.num_steps - 1, -2, -1, device=device, dtype=torch.float64)
-    return posterior(process, times)
+_tables_of: dict[int, dict[torch.device, Tensor]] = {}  # by id of the process, while it lives
 
 
-def step_posterior(process: Process, t: Tensor) -> Posterior:
-    """Posteriors of the steps from integer times t (B,) to t - 1 of a discrete process."""
-    posteriors = _all_posteriors(cast(Any, process), t.device)
-    return posteriors.at(len(posteriors.last) - 1 - t.long())
+def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float64) -> Posterior:
+    """Posteriors of the steps from integer times t (B,) to t - 1 of a discrete process.
+
+    They are computed once for each process and device, in float64, and looked up in one gather.
+
+    Args:
+        process: a process in discrete steps.
+        t: (B,) integer times, of any dtype.
+        dtype: dtype of the result.
+    """
+    *entries, last = _step_table(process, t.device)[:, t.long()].to(dtype)
+    return Posterior(*entries, last=last != 0)
+
+
+def _step_table(process: Process, device: torch.device) -> Tensor:
+    """(6, T) float64: the entries of `Posterior` for the steps from t = 0, ..., T - 1."""
+    if id(process) not in _tables_of:
+        _tables_of[id(process)] = {}
+        weakref.finalize(process, _tables_of.pop, id(process))
+    tables = _tables_of[id(process)]
+    if (table := tables.get(device)) is None:
+        assert process.num_steps is not None
+        times = torch.arange(process.num_steps - 1, -2, -1, device=device, dtype=torch.float64)
+        table = torch.stack([entry.double() for entry in posterior(process, times)]).flip(1)
+        if type(table) is Tensor:  # not one of torch's fake mode
+            tables[device] = table
+    return table
 
 
 @dataclass(frozen=True)
@@ -194,8 +213,9 @@ def variational_term(
     """
     c0, ct = expand_as(step.x0_coef, x0), expand_as(step.xt_coef, x0)
     true_logvar = expand_as(step.log_variance, x0)
-    mean = c0 * x0_hat + ct * x_t
-    kl = normal_kl(c0 * x0 + ct * x_t, true_logvar, mean, log_variance)
+    from_x_t = ct * x_t
+    mean = c0 * x0_hat + from_x_t
+    kl = normal_kl(c0 * x0 + from_x_t, true_logvar, mean, log_variance)
     decoder = -discretized_log_likelihood(x0, mean, log_variance)
     last = step.last.to(x0.device).reshape(-1, *[1] * (x0.ndim - 1))
     return torch.where(last, decoder, kl).flatten(1).mean(1) * NATS_TO_BITS

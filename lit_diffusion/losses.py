@@ -328,7 +328,7 @@ class HybridLoss:
         """(B,) terms of the variational bound at t of each sample, in bits per dimension."""
         x0, x_t, r = prediction.x0, prediction.x_t, prediction.variance_output
         assert r is not None
-        posterior = step_posterior(process, prediction.t)
+        posterior = step_posterior(process, prediction.t, x0.dtype)
         alpha, sigma = expand_as(prediction.alpha, x0), expand_as(prediction.sigma, x0)
         x0_hat = parameterization.to_x0(prediction.output.detach(), x_t, alpha, sigma)
         log_beta, log_posterior = posterior.log_beta, posterior.log_variance

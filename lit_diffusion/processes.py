@@ -8,7 +8,7 @@ EMA or saved in checkpoints.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -182,9 +182,18 @@ class DiscreteVP:
                 f"betas must lie in (0, 1), got {table.min():.4g} to {table.max():.4g} from "
                 f"{self.betas}; use more steps."
             )
-        # Entry i is for t = i - 1; entry 0 is the clean image.
-        self._alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), (1 - table).cumprod(0)])
-        self._tables: dict[torch.device, Tensor] = {}
+        # Column i is for t in [i - 1, i); column 0 begins with the clean image.
+        alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), (1 - table).cumprod(0)])
+        next_alpha_bar = torch.cat([alpha_bar[1:], alpha_bar[-1:]])
+        has_log_snr = (alpha_bar < 1) & (next_alpha_bar > 0)
+        self._table = torch.stack(
+            [alpha_bar, next_alpha_bar, alpha_bar.logit(), next_alpha_bar.logit(), has_log_snr]
+        )
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the copies on devices, for `copy` and `pickle`."""
+        return {**vars(self), "_copies": {}}
 
     @property
     def t_max(self) -> float:
@@ -194,19 +203,18 @@ class DiscreteVP:
     @property
     def num_steps(self) -> int:
         """T."""
-        return len(self._alpha_bar) - 1
+        return self._table.shape[1] - 1
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
         """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64, for t in [-1, T - 1]."""
-        table = self._table(t.device)
         position = t.double() + 1
-        low = position.floor().long().clamp(0, self.num_steps)
-        high = (low + 1).clamp(max=self.num_steps)
-        fraction = position - low
-        by_log_snr = torch.sigmoid(torch.logit(table[low]).lerp(torch.logit(table[high]), fraction))
-        linear = table[low].lerp(table[high], fraction)
-        alpha_bar = torch.where((low == 0) | (table[high] == 0), linear, by_log_snr)
-        alpha_bar = torch.where(fraction == 0, table[low], alpha_bar)
+        column = position.long().clamp(0, self.num_steps)
+        columns = self._table_on(t.device)[:, column]
+        low, high, low_log_snr, high_log_snr, has_log_snr = columns
+        fraction = position - column
+        by_log_snr = torch.sigmoid(low_log_snr.lerp(high_log_snr, fraction))
+        # At a fraction of 0, linear interpolation gives the entry of the table, unrounded.
+        alpha_bar = torch.where(fraction * has_log_snr == 0, low.lerp(high, fraction), by_log_snr)
         return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
 
     def noise_label(self, t: Tensor, /) -> Tensor:
@@ -219,27 +227,33 @@ class DiscreteVP:
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
         """Time in [-1, T - 1] with this log SNR, the inverse of `alpha_sigma`."""
-        table = self._table(log_snr.device)
-        log_snrs = torch.logit(table[1:])  # decreasing
+        alpha_bars, _, log_snrs, _, _ = self._table_on(log_snr.device)[:, 1:]  # decreasing
         log_snr = log_snr.double()
         upper = torch.searchsorted(-log_snrs, -log_snr).clamp(1, self.num_steps - 1)
         left, right = log_snrs[upper - 1], log_snrs[upper]
         t = (upper - 1 + (left - log_snr) / (left - right)).clamp(max=self.t_max)
         alpha_bar = torch.sigmoid(log_snr)
-        if table[-1] == 0:
-            near_noise = self.t_max - alpha_bar / table[-2]
+        if self._table[0, -1] == 0:
+            near_noise = self.t_max - alpha_bar / alpha_bars[-2]
             t = torch.where(log_snr < log_snrs[-2], near_noise, t)
-        return torch.where(log_snr > log_snrs[0], (1 - alpha_bar) / (1 - table[1]) - 1, t)
+        near_clean = (1 - alpha_bar) / (1 - alpha_bars[0]) - 1
+        return torch.where(log_snr > log_snrs[0], near_clean, t)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
         """The standard normal noise, unchanged."""
         return noise
 
-    def _table(self, device: torch.device) -> Tensor:
-        """(T + 1,) alpha-bar on the device."""
-        if device not in self._tables:
-            self._tables[device] = self._alpha_bar.to(device)
-        return self._tables[device]
+    def _table_on(self, device: torch.device) -> Tensor:
+        """(5, T + 1) alpha-bar at both ends of each interval, its logits, whether these are finite.
+
+        A copy is stored for each device, but not copies of another kind, as of torch's fake mode.
+        """
+        table = self._copies.get(device)
+        if table is None:
+            table = self._table.to(device)
+            if type(table) is Tensor:
+                self._copies[device] = table
+        return table
 
 
 @dataclass(frozen=True)

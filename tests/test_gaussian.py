@@ -1,7 +1,11 @@
+import gc
+
 import pytest
 import torch
 from support.golden import U, Z, close, load, tensor
+from torch._subclasses import FakeTensorMode
 
+from lit_diffusion import gaussian
 from lit_diffusion.gaussian import (
     FixedLarge,
     FixedSmall,
@@ -11,8 +15,9 @@ from lit_diffusion.gaussian import (
     expand_as,
     normal_kl,
     posterior,
+    step_posterior,
 )
-from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
 
 
 def golden(key):
@@ -77,3 +82,51 @@ def test_scales_take_the_shape_and_dtype_of_images():
     images = Z((2, 3, 4, 4), 1).float()
     assert expand_as(U((2,), 1), images).shape == (2, 1, 1, 1)
     assert expand_as(torch.tensor(0.5, dtype=torch.float64), images).dtype == torch.float32
+
+
+class Counted(DiscreteVP):
+    """Counts calls, and has no hash, as a dataclass that compares by value."""
+
+    calls = 0
+    __hash__ = None
+
+    def alpha_sigma(self, t, /):
+        self.calls += 1
+        return super().alpha_sigma(t)
+
+
+def test_posteriors_of_a_step_are_rows_of_the_table_of_all_steps():
+    process = Counted(CosineBetas(60))
+    t = torch.tensor([59.0, 0.0, 17.0, 17.0], dtype=torch.float64)
+    whole = posterior(process, torch.arange(59.0, -2, -1).double())
+    for dtype in (torch.float64, torch.float32):
+        for actual, entries in zip(step_posterior(process, t, dtype), whole, strict=True):
+            expected = entries[59 - t.long()]
+            assert torch.equal(
+                actual, expected if expected.dtype == torch.bool else expected.to(dtype)
+            )
+
+
+def test_posteriors_are_computed_once_for_a_process_on_a_device():
+    process, other = Counted(CosineBetas(60)), Counted(LinearBetas(60))
+    for t in (3.0, 5.0, 3.0):
+        first = step_posterior(process, torch.tensor([t]))
+        step_posterior(other, torch.tensor([t]))
+    step_posterior(process, torch.zeros(1, device="meta"))
+    assert (process.calls, other.calls) == (2, 1)
+    assert torch.equal(first.log_beta, step_posterior(process, torch.tensor([3])).log_beta)
+    tables = gaussian._tables_of
+    assert {id(process), id(other)} <= tables.keys()
+    before = len(tables)
+    del process, other
+    gc.collect()
+    assert len(tables) == before - 2
+
+
+def test_tables_of_the_fake_mode_are_not_used_outside_of_it():
+    process, t = DiscreteVP(CosineBetas(60)), torch.tensor([3.0], dtype=torch.float64)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert process.alpha_sigma(mode.from_tensor(t))[0].shape == (1,)
+        assert step_posterior(process, mode.from_tensor(t)).variance.shape == (1,)
+    for entry in (*process.alpha_sigma(t), *step_posterior(process, t)):
+        assert entry.isfinite().all()

@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -207,3 +210,16 @@ def test_between_the_last_steps_of_a_bent_schedule_the_signal_fades_evenly():
     t = torch.tensor([998.0, 998.25, 998.5, 999.0])
     alpha_bar = ZERO.alpha_sigma(t)[0] ** 2
     close(alpha_bar / alpha_bar[0], torch.tensor([1.0, 0.75, 0.5, 0.0]).double())
+
+
+@pytest.mark.parametrize("of", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_process_has_its_numbers_and_none_of_its_copies_on_devices(of):
+    process, t = DiscreteVP(CosineBetas(50)), torch.tensor([-1.0, 0.5, 30.25, 49.0])
+    expected = process.alpha_sigma(t)
+    process.alpha_sigma(t.to("meta"))
+    again = of(process)
+    assert len(process._copies) == 2
+    assert not again._copies
+    for actual, value in zip(again.alpha_sigma(t), expected, strict=True):
+        assert torch.equal(actual, value)
+    assert len(process._copies) == 2
