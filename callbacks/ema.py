@@ -65,12 +65,23 @@ def span_decay(decay: float, first: int, last: int, warmup: bool = False) -> flo
 
 
 @torch.no_grad()
-def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float) -> None:
+def ema_update_(
+    shadow: Sequence[Tensor],
+    params: Sequence[Tensor],
+    decay: float,
+    found_inf: Tensor | None = None,
+) -> None:
     """shadow = decay * shadow + (1 - decay) * params, in place.
 
     Computed by lerp, which leaves an average that equals the weights unchanged; the formula above
     would drift by rounding. Each rank updates its part of split tensors. Parameters are copied to
     the device and dtype of their averages first.
+
+    Args:
+        shadow: the averages.
+        params: as many weights, of the same shapes.
+        decay: weight of the averages.
+        found_inf: () float; where it is 1 nothing changes. It is not read by the host.
 
     Example:
         >>> shadow = [torch.zeros(2)]
@@ -80,7 +91,26 @@ def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float
     """
     averages = [local_part(average) for average in shadow]
     wide = [local_part(p).to(average) for average, p in zip(averages, params, strict=True)]
-    torch._foreach_lerp_(averages, wide, 1 - decay)
+    if found_inf is None:
+        torch._foreach_lerp_(averages, wide, 1 - decay)
+    elif any(average.dtype != torch.float32 for average in averages):
+        for average, param in zip(averages, wide, strict=True):
+            is_skipped = found_inf.to(average.device) > 0
+            average.lerp_(torch.where(is_skipped, average, param), 1 - decay)
+    else:  # lerp as a step of SGD, with lr 1 - decay and gradient shadow - params
+        torch._fused_sgd_(
+            averages,
+            wide,
+            [],
+            lr=1 - decay,
+            weight_decay=1.0,
+            maximize=True,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            is_first_step=False,
+            found_inf=found_inf.to(averages[0].device),
+        )
 
 
 @torch.no_grad()
@@ -139,6 +169,7 @@ class _Group:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
+    skipped: Tensor | float = 0.0  # how many of these the device has skipped by itself
 
 
 class EMA(pl.Callback):
@@ -504,12 +535,19 @@ class EMA(pl.Callback):
             overwrite_([shadow[name] for name in group.tensors], list(group.tensors.values()))
 
     def _after_step(self, group: _Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)
         # With a GradScaler, fused optimizers skip a step inside step(); others are not called.
+        # Without, FiniteUpdates has set found_inf, and the host need not wait for it.
+        by_scaler = hasattr(optimizer, "grad_scale")
         params = (param for entry in optimizer.param_groups for param in entry["params"])
-        skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
+        skipped = (by_scaler and found_inf) or all(p.grad is None for p in params)
         if skipped or is_state_init_step(optimizer, kwargs) or not group.tensors:
             return
         group.steps += 1
+        if by_scaler:
+            found_inf = None
+        elif found_inf is not None:
+            group.skipped = group.skipped + found_inf
         if group.steps % self.every_n_steps:
             return
         if self.buffers:  # modules may have replaced buffers, as `.to(device)` does
@@ -522,7 +560,7 @@ class EMA(pl.Callback):
         for decay, shadow in zip(self.decays, self._shadows, strict=True):
             span = self._update_decay(decay, max(last - self.every_n_steps, 0), last)
             averages = [shadow[name] for name in group.tensors]
-            ema_update_(averages, list(group.tensors.values()), span)
+            ema_update_(averages, list(group.tensors.values()), span, found_inf)
 
     # State
 
@@ -634,10 +672,15 @@ class EMA(pl.Callback):
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Swap back the raw weights and remove the optimizer hooks."""
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Swap back the raw weights, remove the hooks, and do not count skipped steps."""
         self._activate(RAW)
         self._remove_hooks()
+        if isinstance(exception, FloatingPointError):
+            for group in self._groups:
+                group.steps, group.skipped = group.steps - int(group.skipped), 0.0
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remove the optimizer hooks."""

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .trainer_state import all_gather_objects, first_nonfinite, is_nonfinite, logger_step
+from .trainer_state import (
+    all_gather_objects,
+    find_dtensor,
+    first_nonfinite,
+    is_nonfinite,
+    logger_step,
+    should_log,
+)
 
 try:
     import lightning.pytorch as pl
@@ -20,6 +28,10 @@ except ImportError:
     import pytorch_lightning as pl  # type: ignore[no-redef]
 
 _MAX_FILES = 8
+_MAX_UNREAD = 4
+"""Updates that may be started before the host reads the flag of the update before them."""
+_DEFERRING_DEVICES = ("cuda",)
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
 @dataclass
@@ -52,6 +64,22 @@ class _MicroBatch:
         return [name for name, param in module.named_parameters() if id(param) in bad]
 
 
+@dataclass
+class _Unread:
+    """An update that the device skips by itself if it is not finite, and its flag on its way."""
+
+    batches: list[_MicroBatch]
+    logger_step: int
+    flag: Tensor  # () float on the CPU, 1 if the update or one before it was skipped
+    copied: "torch.cuda.Event | None"  # after the copy; None if the flag was on the CPU
+
+    def is_skipped(self) -> bool:
+        """Wait until the device has come to the end of this update, and read its flag."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return bool(self.flag)
+
+
 class FiniteUpdates(pl.Callback):
     """Skips updates with a non-finite loss or gradient, and stops the run after too many.
 
@@ -72,7 +100,14 @@ class FiniteUpdates(pl.Callback):
     - training_step may return `u` (B,) in [0, 1], `t` (B,) and `per_sample_loss` (B,) besides the
       loss; then the message names samples and noise levels.
     - Saving a checkpoint with non-finite weights raises an error, also at the end of a run.
-    - Each update costs a copy of the module's buffers and one GPU synchronization.
+    - On CUDA the host does not wait for the device with max_nonfinite_steps=0 and one of torch's
+      Adam, AdamW, SGD and Adagrad with `fused=True`. The device then skips the update and all later
+      ones. The host notices at most 4 updates later, or earlier at a logging step, a validation or
+      a save, and stops the run. Until then it holds the batches of these 4 updates on the device.
+      `global_step`, lr schedules and loss-based densities include the later updates.
+    - Otherwise each update costs one GPU synchronization: with other optimizers, manual
+      optimization, or weights that are split over ranks.
+    - Each update costs a copy of the module's buffers.
     - Optimizers stepped past Lightning (`use_pl_optimizer=False`) are not checked.
     - List it after callbacks that seed or consume random numbers, such as StepSeed.
 
@@ -108,6 +143,8 @@ class FiniteUpdates(pl.Callback):
         self._skipped_batches: list[_MicroBatch] = []  # batches of the update that is being skipped
         self._buffers: dict[str, Tensor] = {}  # copies from before these batches
         self._has_stepped = False  # whether this batch has made or skipped an update
+        self._unread: deque[_Unread] = deque()
+        self._found_inf: Tensor | None = None  # () float, on the device; None decides on the host
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse an unsupported strategy before anything is loaded."""
@@ -128,6 +165,18 @@ class FiniteUpdates(pl.Callback):
                 "FiniteUpdates cannot skip an update of LBFGS, which moves weights between the "
                 "losses of one step; use another optimizer."
             )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Let the device skip updates if it can; optimizers are restored by now."""
+        if (
+            self.max_nonfinite_steps == 0
+            and pl_module.automatic_optimization
+            and pl_module.device.type in _DEFERRING_DEVICES
+            and all(map(_skips_on_device, trainer.optimizers))
+            and find_dtensor(dict(pl_module.named_parameters())) is None
+            and not trainer.strategy.restore_checkpoint_after_setup
+        ):
+            self._found_inf = torch.zeros((), device=pl_module.device)
 
     # Checking an update
 
@@ -175,13 +224,55 @@ class FiniteUpdates(pl.Callback):
             flags = torch.stack([batch.flags() for batch in window]).amax(0)
             if trainer.world_size > 1:
                 torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-            loss, gradient = flags.tolist()
             scaler = _grad_scaler(trainer)
+            if self._found_inf is not None:
+                self._skip_on_device(trainer, optimizer, window, flags)
+                self._restore_buffers(pl_module)
+                return
+            loss, gradient = flags.tolist()
             if loss or (gradient and (scaler is None or scaler.get_scale() <= 1)):
                 self._skipped_batches = window
                 self._restore_buffers(pl_module)
         if self._skipped_batches:
             _drop_gradients(optimizer, _grad_scaler(trainer))
+
+    def _skip_on_device(
+        self,
+        trainer: pl.Trainer,
+        optimizer: Optimizer,
+        batches: list[_MicroBatch],
+        flags: Tensor,
+    ) -> None:
+        """Skip this update if it or one before it is not finite; send the flag to the host."""
+        assert self._found_inf is not None
+        scaler = _grad_scaler(trainer)
+        if scaler is not None:
+            can_shrink = scaler.scale(torch.ones_like(self._found_inf)) > 1
+            flags = flags * torch.stack([torch.ones_like(can_shrink), ~can_shrink])
+        self._found_inf = torch.maximum(self._found_inf, flags.amax())
+        if scaler is None:
+            optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
+        else:  # which sets found_inf itself, by what it finds in the gradients
+            grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+            first = next(grad for grad in grads if grad is not None)
+            first.masked_fill_(self._found_inf > 0, math.nan)
+        flag = self._found_inf.to("cpu", non_blocking=True)  # into pinned memory
+        copied = None
+        if self._found_inf.is_cuda:
+            copied = torch.cuda.Event(blocking=True)
+            copied.record(torch.cuda.current_stream(self._found_inf.device))
+        self._unread.append(_Unread(batches, logger_step(trainer), flag, copied))
+
+    def _read_flags(
+        self, trainer: pl.Trainer, module: pl.LightningModule, max_unread: int = 0
+    ) -> None:
+        """Stop the run if an update was skipped on the device, except the latest `max_unread`."""
+        while len(self._unread) > max_unread:
+            if (update := self._unread.popleft()).is_skipped():
+                self._unread.clear()
+                self._skipped_batches = update.batches
+                self._restore_buffers(module)
+                self._report(trainer, module, update.logger_step)
 
     def on_train_batch_end(
         self,
@@ -200,27 +291,41 @@ class FiniteUpdates(pl.Callback):
             current.outputs = {str(name): value.detach() for name, value in tensors.items()}
         if self._has_stepped:
             self._accumulated, self._has_stepped = [], False
+            if self._skipped_batches or self._found_inf is not None:
+                self._restore_buffers(pl_module)  # the rest of the batch may have changed them too
         elif pl_module.automatic_optimization:
             self._accumulated.append(current)
         if self._skipped_batches:
-            self._restore_buffers(pl_module)  # the rest of the batch may have changed them again
-            self._report(trainer, pl_module)
+            self._report(trainer, pl_module, logger_step(trainer))
+        self._read_flags(trainer, pl_module, 0 if should_log(trainer) else _MAX_UNREAD)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the run if an update was skipped."""
+        self._read_flags(trainer, pl_module)
+
+    on_train_epoch_end = on_validation_start
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
         """Release the batches."""
+        for optimizer in trainer.optimizers if self._found_inf is not None else ():
+            vars(optimizer).pop("found_inf", None)
         self._reset()
 
     on_exception = teardown  # type: ignore[assignment]
 
     @torch.no_grad()
     def _restore_buffers(self, module: nn.Module) -> None:
+        """Restore the buffers; if the device decides, only where it skips the update."""
         for name, buffer in module.named_buffers():
-            if name in self._buffers:
-                buffer.copy_(self._buffers[name])
+            if (before := self._buffers.get(name)) is not None:
+                if self._found_inf is not None:
+                    before = torch.where(self._found_inf.to(buffer.device) > 0, before, buffer)
+                buffer.copy_(before)
 
     # Reporting
 
-    def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _report(self, trainer: pl.Trainer, module: pl.LightningModule, step: int) -> None:
+        """Save the batch, log at a step of the loggers, and stop the run after too many."""
         worst = max(self._skipped_batches, key=_MicroBatch.severity)
         self._skipped_batches = []
         self.skipped_updates += 1
@@ -234,7 +339,7 @@ class FiniteUpdates(pl.Callback):
             text += f" Likewise on rank {others}."
         stops = self.skipped_updates > self.max_nonfinite_steps
         metrics = {"train/nonfinite_steps": float(self.skipped_updates)}
-        _log(trainer, metrics | ({"train/loss": math.nan} if stops else {}))
+        _log(trainer, metrics | ({"train/loss": math.nan} if stops else {}), step)
         count = f"{self.skipped_updates} of at most {self.max_nonfinite_steps}"
         if not stops:
             pl.utilities.rank_zero_info(f"Skipped an update ({count}): {text}")
@@ -247,10 +352,11 @@ class FiniteUpdates(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Refuse to save non-finite weights, which the last update may have produced."""
+        """Refuse to save skipped updates, and non-finite weights, as after the last update."""
+        self._read_flags(trainer, pl_module)
         params = dict(pl_module.named_parameters())
         if (bad := first_nonfinite([*params.values()])) is not None:
-            _log(trainer, {"train/loss": math.nan})
+            _log(trainer, {"train/loss": math.nan}, logger_step(trainer))
             raise FloatingPointError(
                 f"The weights of step {trainer.global_step} are not finite, {[*params][bad]} "
                 "first, and are not saved. Lower the lr, clip gradients "
@@ -268,6 +374,12 @@ class FiniteUpdates(pl.Callback):
 
 def _grad_scaler(trainer: pl.Trainer) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether step() changes nothing where `optimizer.found_inf` is 1, without reading it."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and type(optimizer) in _FUSED
 
 
 def _check_gradients(optimizers: Sequence[Optimizer]) -> tuple[Tensor, list[nn.Parameter]] | None:
@@ -289,9 +401,9 @@ def _drop_gradients(optimizer: Optimizer, scaler: Any) -> None:
                 param.grad = None
 
 
-def _log(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+def _log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, logger_step(trainer))
+        logger.log_metrics(metrics, step)
 
 
 def _save_batch(bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModule) -> str:
