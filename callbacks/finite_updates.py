@@ -250,16 +250,16 @@ class FiniteUpdates(pl.Callback):
             can_shrink = scaler.scale(torch.ones_like(self._found_inf)) > 1
             flags = flags * torch.stack([torch.ones_like(can_shrink), ~can_shrink])
         self._found_inf = torch.maximum(self._found_inf, flags.amax())
-        if scaler is None:
+        if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-        else:  # which sets found_inf itself, by what it finds in the gradients
+        else:  # the scaler sets found_inf, by what it finds in the gradients
             grads = (p.grad for group in optimizer.param_groups for p in group["params"])
             first = next(grad for grad in grads if grad is not None)
             first.masked_fill_(self._found_inf > 0, math.nan)
         flag = self._found_inf.to("cpu", non_blocking=True)  # into pinned memory
         copied = None
         if self._found_inf.is_cuda:
-            copied = torch.cuda.Event(blocking=True)
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record(torch.cuda.current_stream(self._found_inf.device))
         self._unread.append(_Unread(batches, logger_step(trainer), flag, copied))
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lit_diffusion.callbacks.trainer_state import total_steps
+from lit_diffusion.callbacks.trainer_state import may_read, should_log, total_steps
 
 
 def format_progress(
@@ -55,7 +55,33 @@ def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]
     return parts
 
 
-class PlainProgress(ProgressBar):
+class LoggedLoss(ProgressBar):
+    """Base of progress bars that show train/loss, on a GPU that of the last logging step.
+
+    Modules log it without `prog_bar=True`, with which Lightning would wait for the device at every
+    batch.
+    """
+
+    _loss: float | None = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Read the loss where loggers do."""
+        if should_log(trainer):
+            self._read_loss(trainer)
+
+    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+        """The loss, and the metrics that are logged for the progress bar."""
+        if may_read(trainer):
+            self._read_loss(trainer)
+        loss = {} if self._loss is None else {"train/loss": self._loss}
+        return {**loss, **super().get_metrics(trainer, pl_module)}
+
+    def _read_loss(self, trainer: Trainer) -> None:
+        if (loss := trainer.callback_metrics.get("train/loss")) is not None:
+            self._loss = float(loss)
+
+
+class PlainProgress(LoggedLoss):
     """Prints a line every few seconds, at the first and last step and after each validation.
 
     Only rank zero prints. It replaces the Trainer's progress bar.
@@ -99,6 +125,7 @@ class PlainProgress(ProgressBar):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Print a line if one is due."""
+        super().on_train_batch_end(trainer, pl_module)
         is_due = time.monotonic() - self._last_line >= self.every_n_seconds
         if is_due or trainer.global_step == self._total:
             self._print_line(trainer, pl_module)
@@ -122,7 +149,7 @@ class PlainProgress(ProgressBar):
         print(line, file=sys.stderr, flush=True)
 
 
-class StepBar(TQDMProgressBar):
+class StepBar(LoggedLoss, TQDMProgressBar):
     """Progress bar that counts the optimizer steps of the whole run, not the batches of an epoch.
 
     Its speed and remaining time include validations. Log lines are printed above it.
@@ -157,6 +184,7 @@ class StepBar(TQDMProgressBar):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Advance the bar, and show metrics if it is redrawn."""
+        LoggedLoss.on_train_batch_end(self, trainer, pl_module)
         bar = self.train_progress_bar
         if bar.update(trainer.global_step - bar.n):
             bar.set_postfix(self.get_metrics(trainer, pl_module))

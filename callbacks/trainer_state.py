@@ -130,6 +130,11 @@ def should_log(trainer: pl.Trainer) -> bool:
     return trainer._logger_connector.should_update_logs
 
 
+def may_read(trainer: pl.Trainer) -> bool:
+    """Whether the host may read a value of the device: on a CPU, and in steps that log anyway."""
+    return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
+
+
 def logger_step(trainer: pl.Trainer) -> int:
     """The step that Lightning passes to loggers during a batch or its validation.
 

@@ -17,6 +17,7 @@ from lit_diffusion.callbacks.trainer_state import (
     AccumulationTracker,
     ends_epoch,
     is_ending,
+    may_read,
     validation_follows,
 )
 from lit_diffusion.cli.run_folder import FIRST_SAVE
@@ -36,9 +37,9 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     `on_train_end`. A run that dies before that resumes from the previous save and repeats the end.
     (A file saved in `on_train_end` of an unfinished epoch would resume in the next one.)
 
-    The previous checkpoint is stored as before-last.ckpt until the next batch has a finite loss. It
-    replaces last.ckpt if the run ends because of a non-finite loss or gradient, as the update
-    before that may have ruined the weights.
+    The previous checkpoint is stored as before-last.ckpt until the next batch, on a GPU the next
+    logging step, has a finite loss. It replaces last.ckpt if the run ends because of a non-finite
+    loss or gradient, as the update before that may have ruined the weights.
 
     Args:
         folder: folder of the file.
@@ -71,7 +72,8 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save if it is due and no validation follows."""
-        if not self._is_proven and trainer.is_global_zero and _has_finite_loss(outputs):
+        is_unproven = not self._is_proven and trainer.is_global_zero
+        if is_unproven and may_read(trainer) and _has_finite_loss(outputs):
             self._previous_path.unlink(missing_ok=True)
             self._is_proven = True
         if self._is_due(trainer) and not validation_follows(trainer):
@@ -146,7 +148,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         try:
             trainer.save_checkpoint(self._end_path if at_end else self.path, weights_only=False)
         except (OSError, FloatingPointError) as error:  # the previous save is still in place
-            if trainer.is_global_zero:
+            if trainer.is_global_zero and (self._is_proven or isinstance(error, OSError)):
                 self._previous_path.unlink(missing_ok=True)
             if not at_end or isinstance(error, FloatingPointError):
                 raise

@@ -86,7 +86,7 @@ class NoisyClassifier(LightningModule):
         x0 = encode_for_training(self.codec, images)
         t = self.times.quantile(draw_uniforms(len(x0), device=self.device), self.process)
         loss = F.cross_entropy(self.logits(x0, t, torch.randn_like(x0)), labels)
-        self.log("train/loss", loss.detach(), prog_bar=True)
+        self.log("train/loss", loss.detach())
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

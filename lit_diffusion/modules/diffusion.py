@@ -437,10 +437,12 @@ class DiffusionModule(LightningModule):
         """Log the loss and, in logging steps, its mean per quartile of u, nan for an empty one.
 
         Logging a number takes Lightning 0.5 ms, so numbers that would not be used are left out.
+        With `prog_bar=True` Lightning would wait for the device at every batch, and
+        `callbacks.progress` shows the loss without it.
         """
         is_logging_step = should_log(self.trainer)
         if is_logging_step or batch_idx == 0 or self.trainer.is_last_batch:
-            self.log("train/loss", loss.detach(), prog_bar=True)
+            self.log("train/loss", loss.detach())
         if not is_logging_step:
             return
         quartile = bin_of(u, 4)

@@ -11,7 +11,7 @@ from support.plain_module import PlainModule, assert_same_bits, loader, make_tra
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from torch import nn
 
-from lit_diffusion.callbacks import EMA, FiniteUpdates
+from lit_diffusion.callbacks import EMA, FiniteUpdates, finite_updates
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 
 
@@ -48,7 +48,8 @@ class State(Callback):
     def _add(self, trainer, module):
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
         ema = None if self.ema is None else self.ema.state_dict()
-        self.snapshots.append(copy.deepcopy((trainable(module), optimizers, ema)))
+        buffers = dict(module.named_buffers())
+        self.snapshots.append(copy.deepcopy((trainable(module), optimizers, ema, buffers)))
 
 
 def fit(folder, module, guard, *callbacks, data=None, **options):
@@ -285,7 +286,7 @@ class Two(Spoilt):
 def test_in_manual_optimization_the_updates_from_the_bad_one_on_are_skipped(tmp_path):
     state, guard = State(), FiniteUpdates(2)
     fit(tmp_path, Two(losses={(1, 0), (3, 1)}), guard, state)
-    assert_same_bits(state.snapshots[2], state.snapshots[1])
+    assert_same_bits(state.snapshots[2][:3], state.snapshots[1][:3])
     first, second = (state.snapshots[i][0] for i in (3, 4))
     assert not torch.equal(second["inner.0.weight"], first["inner.0.weight"])
     assert torch.equal(second["inner.3.weight"], first["inner.3.weight"])
@@ -432,6 +433,137 @@ def test_weights_that_the_last_update_ruined_are_logged_as_a_loss_of_nan_and_not
         trainer.save_checkpoint(tmp_path / "1.ckpt")
     assert not list(tmp_path.glob("*.ckpt"))
     assert [math.isnan(loss) for _, loss in logger.of("train/loss")] == [True]
+
+
+# Skipped on the device, and read later
+
+
+@pytest.fixture
+def deferred(monkeypatch):
+    """As on CUDA: a fused optimizer of the CPU skips by the same attribute."""
+    monkeypatch.setattr(finite_updates, "_DEFERRING_DEVICES", ("cpu",))
+
+
+def fused_adam(params, lr):
+    return torch.optim.AdamW(params, lr, fused=True)
+
+
+def stop(folder, module, *callbacks, **options):
+    """Fit until the run stops; the message, and what was logged."""
+    logger, data = MemoryLogger(), loader(96, 8)
+    options = {"log_every_n_steps": 50, **options}
+    with pytest.raises(FloatingPointError) as error:
+        fit(folder, module, FiniteUpdates(), *callbacks, data=data, logger=logger, **options)
+    return str(error.value), logger
+
+
+@pytest.mark.parametrize("where", ["losses", "gradients"])
+def test_the_device_skips_all_updates_from_the_bad_one_on(tmp_path, deferred, where):
+    """They stay those of a run that waits, and so do the message, the file and the log."""
+    results = []
+    for fused in (True, False):
+        module = Spoilt(optimizer=fused_adam if fused else torch.optim.AdamW, **{where: (5,)})
+        ema = EMA((0.9,), buffers=True)
+        state = State(ema)
+        message, logger = stop(tmp_path, module, ema, state)
+        assert len(state.snapshots) == 1 + (10 if fused else 6)
+        optimizer = module.trainer.optimizers[0]
+        assert not hasattr(optimizer, "found_inf")
+        assert_same_bits(optimizer.state_dict()["state"], state.snapshots[5][1][0]["state"])
+        assert_same_bits(trainable(module), state.snapshots[5][0])
+        assert_same_bits(ema.state_dict(), state.snapshots[5][2])
+        assert ema.steps == 5
+        assert_same_bits(dict(module.named_buffers()), state.snapshots[5][3])
+        results.append([message, logger.of("train/loss"), dump(tmp_path)["non_finite"]])
+    assert results[0][0] == results[1][0]
+    assert "at optimizer step 5 (batch 5, rank 0)" in results[0][0]
+    assert [(step, math.isnan(loss)) for step, loss in results[0][1]] == [(5, True)]
+    for key in ("batch", "batch_idx", "rng", "parameters"):
+        assert_same_bits(results[0][2][key], results[1][2][key])
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_flags_are_read_before_a_logging_step_is_logged(tmp_path, deferred, every):
+    state = State()
+    stop(tmp_path, Spoilt(losses=(5,), optimizer=fused_adam), state, log_every_n_steps=every)
+    assert len(state.snapshots) == 1 + 6
+
+
+def test_flags_are_read_before_a_save(tmp_path, deferred):
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx in (4, 6):
+                trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
+
+    message, _ = stop(tmp_path, Spoilt(losses=(5,), optimizer=fused_adam), Save())
+    assert "at optimizer step 5 " in message
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"4.ckpt", "non-finite-rank0.ckpt"}
+
+
+@pytest.mark.parametrize("bad", [11, 23])
+def test_flags_are_read_before_the_epoch_and_its_validation_end(tmp_path, deferred, bad):
+    class Calls(Callback):
+        calls = 0
+
+        def on_validation_batch_start(self, trainer, *args):
+            self.calls += not trainer.sanity_checking
+
+    class Val(Spoilt):
+        def val_dataloader(self):
+            return loader(8)
+
+    module, calls = Val(losses=(bad,), optimizer=fused_adam), Calls()
+    options = {"val_check_interval": 12, "check_val_every_n_epoch": None}
+    options["limit_val_batches"] = 0 if bad == 23 else 1
+    with pytest.raises(FloatingPointError, match=f"optimizer step {bad} "):
+        fit(tmp_path, module, FiniteUpdates(), calls, data=loader(192, 8), **options)
+    assert calls.calls == 0
+
+
+def test_of_accumulated_batches_the_bad_one_is_saved_later_too(tmp_path, deferred):
+    module, state = Spoilt(losses=(3,), optimizer=fused_adam), State()
+    message, _ = stop(tmp_path, module, state, accumulate_grad_batches=2)
+    assert "at optimizer step 1 (batch 3, rank 0)" in message
+    assert_same_bits(trainable(module), state.snapshots[2][0])
+    assert dump(tmp_path)["non_finite"]["batch_idx"] == 3
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("where", ["losses", "gradients"])
+def test_beside_a_grad_scaler_the_device_skips_what_is_not_the_scales_fault(
+    tmp_path, deferred, where, unscales
+):
+    def optimizer(params, lr):  # without the mark, the scaler divides and skips as for any other
+        adam = fused_adam(params, lr)
+        adam._step_supports_amp_scaling = unscales
+        return adam
+
+    module, ema = Spoilt(optimizer=optimizer, **{where: (3, 4, 5, 6, 7)}), EMA((0.9,))
+    state, scales = State(ema), Scales()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    message, _ = stop(tmp_path, module, ema, state, scales, plugins=plugins)
+    first = 3 if where == "losses" else 5  # after scales of 4 and 2
+    assert f"not finite at optimizer step {first} " in message
+    assert_same_bits(trainable(module), state.snapshots[3][0])
+    assert_same_bits(ema.state_dict()["shadows"], state.snapshots[3][2]["shadows"])
+    assert ema.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "guard"),
+    [
+        ({"optimizer": torch.optim.RMSprop}, FiniteUpdates()),
+        ({"optimizer": type("Mine", (torch.optim.AdamW,), {})}, FiniteUpdates()),
+        ({"optimizer": torch.optim.AdamW}, FiniteUpdates()),
+        ({"optimizer": fused_adam}, FiniteUpdates(1)),
+    ],
+)
+def test_what_the_device_cannot_skip_is_decided_at_once(tmp_path, deferred, options, guard):
+    state = State()
+    with pytest.raises(FloatingPointError):
+        fit(tmp_path, Spoilt(losses=(2, 3), **options), guard, state, log_every_n_steps=50)
+    assert len(state.snapshots) == 1 + 3 + guard.max_nonfinite_steps
 
 
 # What does not go
