@@ -87,7 +87,8 @@ MAY_IMPORT = {
     "": ({"checkpoints"}, set()),  # lit_diffusion/__init__.py, which imports late
 }
 KNOWN_PRIVATE = {
-    *("_foreach_lerp_", "_foreach_copy_", "_foreach_norm"),  # torch's, used by every optimizer
+    # torch's, used by every optimizer
+    *("_foreach_lerp_", "_foreach_copy_", "_foreach_norm", "_fused_sgd_"),
     *("_version", "_current_frames", "_exit", "_replace", "_asdict"),  # documented
     "_get_sequence_number_for_group",  # torch says it nowhere else; rank_watch.py
     "_negative_number_matcher",  # of argparse, which has no other way; cli/options.py
