@@ -56,6 +56,7 @@ MAY_IMPORT = {
     **{name: (TOOLS, set()) for name in TOOLS},
     "files": (set(), {"PIL"}),
     "networks": ({"networks", "protocols"}, set()),
+    "networks.fused_norm_triton": ({"networks"}, {"triton"}),
     "modules.vae": ({"files"}, {"diffusers"}),
     "modules": (MATHS | TOOLS | {"modules", TRAINER}, {"lightning", "torchmetrics"}),
     "config": ({"config"} | TOOLS, {"yaml", "jsonargparse"}),
@@ -91,6 +92,7 @@ KNOWN_PRIVATE = {
     *("_foreach_lerp_", "_foreach_copy_", "_foreach_norm", "_fused_sgd_"),
     *("_version", "_current_frames", "_exit", "_replace", "_asdict"),  # documented
     "_get_sequence_number_for_group",  # torch says it nowhere else; rank_watch.py
+    *("_C", "_are_functorch_transforms_active"),  # torch says it nowhere else; fused_norm.py
     "_negative_number_matcher",  # of argparse, which has no other way; cli/options.py
 }
 PRIVATE_ALLOWED = {

@@ -35,6 +35,7 @@ from lit_diffusion.networks.conditions import (
     embed_condition,
     resolve_condition,
 )
+from lit_diffusion.networks.fused_norm import group_norm_silu
 from lit_diffusion.networks.layers import (
     TimestepMLP,
     check_image_size,
@@ -47,7 +48,9 @@ from lit_diffusion.protocols import Condition, check_positive
 
 
 class GroupNorm32(nn.GroupNorm):
-    """Group normalisation in float32 or better; the result has the input's dtype.
+    """Group norm, then maybe scale and shift, then maybe SiLU: see `fused_norm`.
+
+    Statistics are in float32 or better; the result has the input's dtype.
 
     Source: Wu & He 2018, Eq. 1 and 7, with eps = 1e-5.
     """
@@ -61,12 +64,17 @@ class GroupNorm32(nn.GroupNorm):
             )
         super().__init__(groups, channels)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(B, C, ...) -> the same shape."""
-        dtype = torch.promote_types(input.dtype, torch.float32)
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        out = F.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
-        return out.to(input.dtype)
+    def forward(
+        self,
+        input: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        *,
+        silu: bool = False,
+    ) -> Tensor:
+        """(B, C, ...), (B, C), (B, C) -> (B, C, ...)."""
+        affine = (self.weight, self.bias, scale, shift)
+        return group_norm_silu(input, *affine, num_groups=self.num_groups, eps=self.eps, silu=silu)
 
 
 class PointwiseLinear(nn.Conv1d):
@@ -124,20 +132,19 @@ class ResBlock(nn.Module):
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         """(B, in_channels, H, W), (B, E) -> (B, out_channels, H', W')."""
-        norm, activation, conv = self.in_layers
-        h = activation(norm(x))  # (B, in_channels, H, W)
+        norm, _, conv = self.in_layers
+        h = norm(x, silu=True)  # (B, in_channels, H, W)
         if self.resample is not None:
             h, x = self.resample(h), self.resample(x)  # (B, in_channels, H', W')
         h = conv(h)  # (B, out_channels, H', W')
 
-        emb = self.emb_layers(emb)[:, :, None, None]  # (B, 1 or 2 x out_channels, 1, 1)
-        norm, activation, dropout, conv = self.out_layers
+        emb = self.emb_layers(emb)  # (B, 1 or 2 x out_channels)
+        norm, _, dropout, conv = self.out_layers
         if self.scale_shift_norm:
-            scale, shift = emb.chunk(2, dim=1)
-            h = torch.addcmul(shift, norm(h), 1 + scale)
+            h = norm(h, *emb.chunk(2, dim=1), silu=True)
         else:
-            h = norm(h + emb)
-        h = conv(dropout(activation(h)))  # (B, out_channels, H', W')
+            h = norm(h + emb[:, :, None, None], silu=True)
+        h = conv(dropout(h))  # (B, out_channels, H', W')
         return cast(Tensor, self.skip_connection(x) + h)
 
 
@@ -377,8 +384,9 @@ class _Encoder(nn.Module):
 
     def _apply_out(self, x: Tensor) -> Tensor:
         """The layers `out`, in the dtype of their weights also under autocast."""
+        norm, _, last = self.out
         with no_autocast(x):
-            return cast(Tensor, self.out(x.to(next(self.out.parameters()).dtype)))
+            return cast(Tensor, last(norm(x.to(norm.weight.dtype), silu=True)))
 
 
 class UNet(_Encoder):

@@ -1,0 +1,140 @@
+"""Group norm, scale and shift, and SiLU as one operation.
+
+    y = silu((1 + scale) * (weight * (x - mean) / std + bias) + shift)
+
+As separate operations under autocast this reads and writes the activations many times, with copies
+to float32 and, on CUDA, out of the channels_last format. There are three ways to compute it:
+
+- in eager execution on CUDA, one Triton kernel for each direction (`fused_norm_triton`);
+- inside `torch.compile`, a formula that the compiler fuses (`affine_group_norm_silu`);
+- otherwise, torch's operations (`separate_group_norm_silu`): on the CPU, in float64, for
+  forward-mode differentiation and for derivatives of gradients.
+"""
+
+from functools import cache
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+
+def group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    *,
+    num_groups: int,
+    eps: float,
+    silu: bool = True,
+) -> Tensor:
+    """Group norm with statistics in float32 or better, then scale and shift, then SiLU.
+
+    Args:
+        x: (B, C, ...), contiguous or in channels_last format.
+        weight: (C,) of the norm. This and the following can have other dtypes than x.
+        bias: (C,) of the norm.
+        scale: (B, C), or None for a norm without scale and shift.
+        shift: (B, C), or None.
+        num_groups: divides C.
+        eps: added to the variance.
+        silu: whether to apply SiLU.
+
+    Returns:
+        (B, C, ...) in dtype and memory format of x; torch's operations return contiguous tensors on
+        CUDA.
+
+    Source: Wu & He 2018, Eq. 1 and 7; scale and shift as in Nichol & Dhariwal 2021, appendix A.
+
+    Example:
+        >>> x, weight, bias = torch.randn(2, 8, 4, 4), torch.ones(8), torch.zeros(8)
+        >>> group_norm_silu(x, weight, bias, num_groups=4, eps=1e-5).shape
+        torch.Size([2, 8, 4, 4])
+    """
+    tensors = (x, weight, bias, scale, shift)
+    if torch.compiler.is_compiling():
+        return affine_group_norm_silu(*tensors, num_groups, eps, silu)
+    if x.is_cuda and x.dtype != torch.float64 and not _is_transformed(*tensors):
+        kernels = _triton_kernels(x.device)
+        if kernels is not None:
+            output: Tensor = kernels.GroupNormSiLU.apply(*tensors, num_groups, eps, silu)
+            return output
+    return separate_group_norm_silu(*tensors, num_groups, eps, silu)
+
+
+def separate_group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    num_groups: int,
+    eps: float,
+    silu: bool,
+) -> Tensor:
+    """`group_norm_silu` by torch's operations, each of which rounds to the dtype of x."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    h = F.group_norm(x.to(dtype), num_groups, weight.to(dtype), bias.to(dtype), eps).to(x.dtype)
+    if scale is not None and shift is not None:
+        h = torch.addcmul(_per_channel(shift, x), h, 1 + _per_channel(scale, x))
+    return F.silu(h) if silu else h
+
+
+def affine_group_norm_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    num_groups: int,
+    eps: float,
+    silu: bool,
+) -> Tensor:
+    """`group_norm_silu` as two passes over x: statistics of each channel, then silu(a x + b).
+
+    A compiler fuses the first into what computes x and the second into what uses it. Reductions
+    over pixels alone suit channels_last; those over the channels of a group are of (B, C) numbers.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x32, grouped = x.to(dtype), (len(x), num_groups, -1)
+    channel_var, channel_mean = torch.var_mean(x32.flatten(2), dim=2, correction=0)  # (B, C)
+    channel_mean = channel_mean.view(grouped)  # (B, groups, channels of a group)
+    mean = channel_mean.mean(2, keepdim=True)
+    # Law of total variance: that inside of channels, plus that of their means.
+    var = channel_var.view(grouped) + (channel_mean - mean).square()
+    rstd = torch.rsqrt(var.mean(2, keepdim=True) + eps)  # (B, groups, 1)
+
+    a = rstd * weight.to(dtype).view(1, num_groups, -1)  # (B, groups, channels of a group)
+    b = bias.to(dtype).view(1, num_groups, -1) - mean * a
+    if scale is not None and shift is not None:
+        factor = 1 + scale.to(dtype).view(grouped)
+        a, b = a * factor, torch.addcmul(shift.to(dtype).view(grouped), b, factor)
+    h = x32 * _per_channel(a.view(x.shape[:2]), x) + _per_channel(b.view(x.shape[:2]), x)
+    return (F.silu(h) if silu else h).to(x.dtype)
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """(B, C) -> (B, C, 1, ...), to be broadcast over x."""
+    return values.view(*values.shape, *[1] * (x.ndim - 2))
+
+
+def _is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether tensors have forward-mode tangents, or a transform of `torch.func` is active."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return any(t is not None and unpack_dual(t).tangent is not None for t in tensors)
+
+
+@cache
+def _triton_kernels(device: torch.device) -> ModuleType | None:
+    """The module `fused_norm_triton`; None without Triton or on a GPU without bfloat16."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from lit_diffusion.networks import fused_norm_triton
+    except ImportError:
+        return None
+    return fused_norm_triton

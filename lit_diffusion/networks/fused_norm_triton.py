@@ -1,0 +1,450 @@
+"""Group norm, scale and shift, and SiLU as one Triton kernel for each direction.
+
+Imported by `fused_norm` when a CUDA tensor comes first, as it needs Triton.
+
+A program has all P pixels of an image in some groups of channels, and passes over them twice: for
+sums over pixels, then for the output. The second pass runs backwards and reads mostly from the
+caches, so that device memory is read once. In channels_last format a program takes neighbouring
+channels of at least 32 bytes, the smallest unit of memory; in contiguous format, whole rows.
+Results don't depend on timing: there are no atomics and nothing is tuned at run time.
+
+Shapes: x (N, C, P) in either format; mean and rstd (N, G) float32 of G groups.
+"""
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lit_diffusion.networks.fused_norm import separate_group_norm_silu
+
+CHANNELS = 32  # of a program at least, in channels_last format
+ELEMENTS = 4096  # of a tile
+NUM_WARPS = 8
+
+
+class GroupNormSiLU(torch.autograd.Function):
+    """The operation `group_norm_silu`, with a backward pass that can be differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        num_groups: int,
+        eps: float,
+        silu: bool,
+    ) -> Tensor:
+        """(N, C, ...), (C,), (C,), (N, C), (N, C) -> (N, C, ...)."""
+        y, mean, rstd = torch.ops.lit_diffusion.group_norm_silu.default(
+            x, weight, bias, scale, shift, num_groups, eps, silu
+        )
+        ctx.save_for_backward(x, weight, bias, scale, shift, mean, rstd)
+        ctx.options = num_groups, eps, silu
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weight, bias, scale and shift."""
+        *inputs, mean, rstd = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _differentiable_gradients(inputs, ctx.needs_input_grad, ctx.options, dy)
+            return (*gradients, None, None, None)
+        _, _, silu = ctx.options
+        dx, sums, dscale, dshift = torch.ops.lit_diffusion.group_norm_silu_backward.default(
+            dy, *inputs, mean, rstd, silu
+        )
+        _, weight, bias, scale, _ = inputs
+        dbias, dweight = sums.sum(1).unbind()
+        affine = dweight.to(weight.dtype), dbias.to(bias.dtype)
+        return (dx, *affine, *((None, None) if scale is None else (dscale, dshift)), *3 * [None])
+
+
+def _differentiable_gradients(
+    inputs: list[Tensor | None], needed: tuple[bool, ...], options: tuple[Any, ...], dy: Tensor
+) -> list[Tensor | None]:
+    """Gradients with a graph, by torch's operations."""
+    # Aliases, since an input may itself be computed from another (a norm that is applied twice).
+    inputs = [t if t is None else t.view_as(t) for t in inputs]
+    y = separate_group_norm_silu(*inputs, *options)  # type: ignore[arg-type]
+    wanted = [
+        t for t, is_needed in zip(inputs, needed, strict=False) if is_needed and t is not None
+    ]
+    gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+    return [next(gradients) if is_needed else None for is_needed in needed[: len(inputs)]]
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    num_groups: int,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output like x, mean and 1 / std (N, groups) float32."""
+    memory_format = _memory_format(x)
+    x = x.contiguous(memory_format=memory_format)
+    y = torch.empty_like(x)
+    mean, rstd = torch.empty(2, len(x), num_groups, dtype=torch.float32, device=x.device)
+    scale, shift = _unit_stride(scale), _unit_stride(shift)
+    channels, pixels = x.shape[1], math.prod(x.shape[2:])
+    blocks = _blocks(channels, pixels, num_groups, memory_format == torch.channels_last)
+    with torch.cuda.device_of(x):
+        _forward_kernel[(len(x) * num_groups // blocks["GROUPS"],)](
+            *(x, y, weight, bias, scale, shift, mean, rstd),
+            *(_row_stride(scale), _row_stride(shift), channels, pixels, num_groups, eps),
+            **blocks,
+            HAS_SCALE=scale is not None,
+            SILU=silu,
+        )
+    return y, mean, rstd
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of x, sums over pixels (2, N, C) for bias and weight, gradients of scale, shift."""
+    memory_format = _memory_format(x)
+    x, dy = (t.contiguous(memory_format=memory_format) for t in (x, dy))
+    dx = torch.empty_like(x)
+    sums = torch.empty(2, *x.shape[:2], dtype=torch.float32, device=x.device)
+    dscale, dshift = _empty_like_scale(scale, x), _empty_like_scale(shift, x)
+    scale, shift = _unit_stride(scale), _unit_stride(shift)
+    channels, pixels, num_groups = x.shape[1], math.prod(x.shape[2:]), mean.shape[1]
+    blocks = _blocks(channels, pixels, num_groups, memory_format == torch.channels_last)
+    with torch.cuda.device_of(x):
+        _backward_kernel[(len(x) * num_groups // blocks["GROUPS"],)](
+            *(dy, x, dx, weight, bias, scale, shift, mean, rstd, sums[0], sums[1], dscale, dshift),
+            *(_row_stride(scale), _row_stride(shift), channels, pixels, num_groups),
+            **blocks,
+            HAS_SCALE=scale is not None,
+            SILU=silu,
+        )
+    return dx, sums, dscale, dshift
+
+
+def _memory_format(x: Tensor) -> torch.memory_format:
+    """The format in which the kernels treat x."""
+    if x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def _unit_stride(scale: Tensor | None) -> Tensor | None:
+    """Scale or shift (N, C) with neighbouring channels; rows may be apart, as in a chunk."""
+    return scale if scale is None or scale.stride(1) == 1 else scale.contiguous()
+
+
+def _row_stride(scale: Tensor | None) -> int:
+    return 0 if scale is None else scale.stride(0)
+
+
+def _empty_like_scale(scale: Tensor | None, x: Tensor) -> Tensor:
+    """For the gradient of scale or shift; without elements if there is none."""
+    return x.new_empty(0) if scale is None else x.new_empty(scale.shape, dtype=scale.dtype)
+
+
+@cache
+def _blocks(channels: int, pixels: int, num_groups: int, channels_last: bool) -> dict[str, int]:
+    """Sizes of the tiles of a program, and their constants for the kernels."""
+    group_channels = channels // num_groups
+    group_block = triton.next_power_of_2(group_channels)
+    pixel_block = min(triton.next_power_of_2(pixels), max(ELEMENTS // group_block, 1))
+    at_least = CHANNELS if channels_last else max(ELEMENTS // pixel_block, 1)
+    groups = 1  # of a program; a power of 2 that divides num_groups
+    while groups * group_block < at_least and num_groups % (2 * groups) == 0:
+        groups *= 2
+    return {
+        "GROUPS": groups,
+        "GROUP_CHANNELS": group_channels,
+        "GROUP_BLOCK": group_block,
+        "PIXEL_BLOCK": min(pixel_block, max(ELEMENTS // (groups * group_block), 1)),
+        "CHANNELS_LAST": channels_last,
+        "num_warps": NUM_WARPS,
+    }
+
+
+@triton.jit
+def _sum_groups(values, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr):
+    """Sum over the channels of each group, for each channel: (channels,) -> (channels,)."""
+    sums = tl.sum(tl.reshape(values, (GROUPS, GROUP_BLOCK)), 1)
+    sums = tl.broadcast_to(sums[:, None], (GROUPS, GROUP_BLOCK))
+    return tl.reshape(sums, (GROUPS * GROUP_BLOCK,))
+
+
+@triton.jit
+def _channels(
+    num_groups, GROUPS: tl.constexpr, GROUP_CHANNELS: tl.constexpr, GROUP_BLOCK: tl.constexpr
+):
+    """Image of this program, its channels, which of these exist, and their groups."""
+    blocks = num_groups // GROUPS
+    image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    k = tl.arange(0, GROUPS * GROUP_BLOCK)
+    group = block * GROUPS + k // GROUP_BLOCK
+    channel = group * GROUP_CHANNELS + k % GROUP_BLOCK
+    if GROUP_CHANNELS == GROUP_BLOCK:  # the compiler sees that they are neighbours
+        channel = block * GROUPS * GROUP_BLOCK + k
+    return image.to(tl.int64), channel, k % GROUP_BLOCK < GROUP_CHANNELS, group
+
+
+@triton.jit
+def _tile(
+    start,
+    channel,
+    exists,
+    num_channels,
+    num_pixels,
+    PIXEL_BLOCK: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    IS_FULL: tl.constexpr,
+):
+    """Offsets (pixels, channels) of a tile in an image, and which of them exist."""
+    pixel = start + tl.arange(0, PIXEL_BLOCK)
+    mask = (pixel < num_pixels)[:, None]
+    if not IS_FULL:
+        mask = mask & exists[None, :]
+    if CHANNELS_LAST:
+        return pixel[:, None] * num_channels + channel[None, :], mask
+    return channel[None, :] * num_pixels + pixel[:, None], mask
+
+
+@triton.jit
+def _forward_kernel(
+    x,
+    y,
+    weight,
+    bias,
+    scale,
+    shift,
+    mean,
+    rstd,
+    scale_stride,
+    shift_stride,
+    num_channels,
+    num_pixels,
+    num_groups,
+    eps,
+    GROUPS: tl.constexpr,
+    GROUP_CHANNELS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    PIXEL_BLOCK: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    IS_FULL: tl.constexpr = GROUP_CHANNELS == GROUP_BLOCK
+    CHANNEL_BLOCK: tl.constexpr = GROUPS * GROUP_BLOCK
+    image, channel, exists, group = _channels(num_groups, GROUPS, GROUP_CHANNELS, GROUP_BLOCK)
+    x += image * num_channels * num_pixels
+    y += image * num_channels * num_pixels
+
+    # Sums of differences from the mean of the first pixels, which lose no digits to a large mean.
+    at, mask = _tile(
+        0, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
+    )
+    first = tl.load(x + at, mask, other=0.0).to(tl.float32)
+    pivot = tl.sum(first, 0) / tl.minimum(num_pixels, PIXEL_BLOCK)
+    sums = tl.zeros((PIXEL_BLOCK, CHANNEL_BLOCK), tl.float32)
+    squares = tl.zeros((PIXEL_BLOCK, CHANNEL_BLOCK), tl.float32)
+    for start in range(0, num_pixels, PIXEL_BLOCK):
+        at, mask = _tile(
+            start, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
+        )
+        difference = tl.load(x + at, mask, other=0.0).to(tl.float32) - pivot[None, :]
+        difference = tl.where(mask, difference, 0.0)
+        sums += difference
+        squares += difference * difference
+    mean_difference = tl.sum(sums, 0) / num_pixels
+    channel_var = tl.sum(squares, 0) / num_pixels - mean_difference * mean_difference
+    channel_mean = pivot + mean_difference  # 0 where there is no channel
+
+    # Law of total variance: that inside of channels, plus that of their means.
+    group_mean = _sum_groups(channel_mean, GROUPS, GROUP_BLOCK) / GROUP_CHANNELS
+    between = tl.where(exists, channel_mean - group_mean, 0.0)
+    var = _sum_groups(channel_var + between * between, GROUPS, GROUP_BLOCK) / GROUP_CHANNELS
+    group_rstd = 1 / tl.sqrt(tl.maximum(var, 0.0) + eps)
+    tl.store(
+        mean + image * num_groups + group, group_mean, exists & (channel == group * GROUP_CHANNELS)
+    )
+    tl.store(
+        rstd + image * num_groups + group, group_rstd, exists & (channel == group * GROUP_CHANNELS)
+    )
+
+    w = tl.load(weight + channel, exists, other=0.0).to(tl.float32)
+    b = tl.load(bias + channel, exists, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        factor = 1 + tl.load(scale + image * scale_stride + channel, exists, other=0.0).to(
+            tl.float32
+        )
+        b = b * factor + tl.load(shift + image * shift_stride + channel, exists, other=0.0).to(
+            tl.float32
+        )
+        w = w * factor
+    w *= group_rstd
+    steps = tl.cdiv(num_pixels, PIXEL_BLOCK)
+    for step in range(steps):
+        start = (steps - 1 - step) * PIXEL_BLOCK
+        at, mask = _tile(
+            start, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
+        )
+        z = (tl.load(x + at, mask, other=0.0).to(tl.float32) - group_mean[None, :]) * w[None, :]
+        z += b[None, :]
+        if SILU:
+            z *= tl.sigmoid(z)
+        tl.store(y + at, z, mask)
+
+
+@triton.jit
+def _centred_and_dz(dy, x, at, mask, group_mean, w, b, SILU: tl.constexpr):
+    """x - mean, and the gradient before SiLU, of a tile."""
+    centred = tl.load(x + at, mask, other=0.0).to(tl.float32) - group_mean[None, :]
+    dz = tl.load(dy + at, mask, other=0.0).to(tl.float32)
+    if SILU:
+        z = centred * w[None, :] + b[None, :]
+        sigmoid = tl.sigmoid(z)
+        dz *= sigmoid * (1 + z * (1 - sigmoid))
+    return centred, dz
+
+
+@triton.jit
+def _backward_kernel(
+    dy,
+    x,
+    dx,
+    weight,
+    bias,
+    scale,
+    shift,
+    mean,
+    rstd,
+    bias_sums,
+    weight_sums,
+    dscale,
+    dshift,
+    scale_stride,
+    shift_stride,
+    num_channels,
+    num_pixels,
+    num_groups,
+    GROUPS: tl.constexpr,
+    GROUP_CHANNELS: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr,
+    PIXEL_BLOCK: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    IS_FULL: tl.constexpr = GROUP_CHANNELS == GROUP_BLOCK
+    CHANNEL_BLOCK: tl.constexpr = GROUPS * GROUP_BLOCK
+    image, channel, exists, group = _channels(num_groups, GROUPS, GROUP_CHANNELS, GROUP_BLOCK)
+    x += image * num_channels * num_pixels
+    dy += image * num_channels * num_pixels
+    dx += image * num_channels * num_pixels
+    row = image * num_channels + channel
+    group_mean = tl.load(mean + image * num_groups + group)
+    group_rstd = tl.load(rstd + image * num_groups + group)
+    norm_w = tl.load(weight + channel, exists, other=0.0).to(tl.float32)
+    norm_b = tl.load(bias + channel, exists, other=0.0).to(tl.float32)
+    w, b, factor = norm_w, norm_b, 1.0
+    if HAS_SCALE:
+        factor = 1 + tl.load(scale + image * scale_stride + channel, exists, other=0.0).to(
+            tl.float32
+        )
+        b = norm_b * factor
+        b += tl.load(shift + image * shift_stride + channel, exists, other=0.0).to(tl.float32)
+        w = norm_w * factor
+    w *= group_rstd
+
+    sums = tl.zeros((PIXEL_BLOCK, CHANNEL_BLOCK), tl.float32)
+    products = tl.zeros((PIXEL_BLOCK, CHANNEL_BLOCK), tl.float32)
+    for start in range(0, num_pixels, PIXEL_BLOCK):
+        at, mask = _tile(
+            start, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
+        )
+        centred, dz = _centred_and_dz(dy, x, at, mask, group_mean, w, b, SILU)
+        sums += dz
+        products += dz * centred
+    dz_sum, product_sum = tl.sum(sums, 0), tl.sum(products, 0) * group_rstd  # (channels,)
+    tl.store(bias_sums + row, dz_sum * factor, exists)
+    tl.store(weight_sums + row, product_sum * factor, exists)
+    if HAS_SCALE:
+        tl.store(dscale + row, product_sum * norm_w + dz_sum * norm_b, exists)
+        tl.store(dshift + row, dz_sum, exists)
+
+    # The gradient of x without its parts along the constant and along the normalised x.
+    count = GROUP_CHANNELS * num_pixels
+    constant = _sum_groups(dz_sum * w, GROUPS, GROUP_BLOCK) / count
+    along = _sum_groups(product_sum * w, GROUPS, GROUP_BLOCK) / count * group_rstd
+    steps = tl.cdiv(num_pixels, PIXEL_BLOCK)
+    for step in range(steps):
+        start = (steps - 1 - step) * PIXEL_BLOCK
+        at, mask = _tile(
+            start, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
+        )
+        centred, dz = _centred_and_dz(dy, x, at, mask, group_mean, w, b, SILU)
+        gradient = dz * w[None, :] - constant[None, :] - centred * along[None, :]
+        tl.store(dx + at, gradient, mask)
+
+
+_LIBRARY = torch.library.Library("lit_diffusion", "DEF")
+# Operators of torch, so that fake tensors and dispatch modes see through them.
+_LIBRARY.define(
+    "group_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? scale, Tensor? shift,"
+    " int num_groups, float eps, bool silu) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "group_norm_silu_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor? scale,"
+    " Tensor? shift, Tensor mean, Tensor rstd, bool silu) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("group_norm_silu", _forward, "CompositeExplicitAutograd")
+_LIBRARY.impl("group_norm_silu_backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("lit_diffusion::group_norm_silu", lib=_LIBRARY)
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    num_groups: int,
+    eps: float,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mean = torch.empty(len(x), num_groups, dtype=torch.float32, device=x.device)
+    return torch.empty_like(x, memory_format=_memory_format(x)), mean, torch.empty_like(mean)
+
+
+@torch.library.register_fake("lit_diffusion::group_norm_silu_backward", lib=_LIBRARY)
+def _(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    silu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sums = torch.empty(2, *x.shape[:2], dtype=torch.float32, device=x.device)
+    dx = torch.empty_like(x, memory_format=_memory_format(x))
+    return dx, sums, _empty_like_scale(scale, x), _empty_like_scale(shift, x)
