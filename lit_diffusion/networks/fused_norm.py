@@ -125,7 +125,8 @@ def _is_transformed(*tensors: Tensor | None) -> bool:
     """Whether tensors have forward-mode tangents, or a transform of `torch.func` is active."""
     if torch._C._are_functorch_transforms_active():
         return True
-    return any(t is not None and unpack_dual(t).tangent is not None for t in tensors)
+    duals = [unpack_dual(t) for t in tensors if t is not None]  # type: ignore[no-untyped-call]
+    return any(dual.tangent is not None for dual in duals)
 
 
 @cache

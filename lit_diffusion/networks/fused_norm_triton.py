@@ -43,6 +43,7 @@ class GroupNormSiLU(torch.autograd.Function):
         silu: bool,
     ) -> Tensor:
         """(N, C, ...), (C,), (C,), (N, C), (N, C) -> (N, C, ...)."""
+        y: Tensor
         y, mean, rstd = torch.ops.lit_diffusion.group_norm_silu.default(
             x, weight, bias, scale, shift, num_groups, eps, silu
         )

@@ -386,7 +386,7 @@ class _Encoder(nn.Module):
         """The layers `out`, in the dtype of their weights also under autocast."""
         norm, _, last = self.out
         with no_autocast(x):
-            return cast(Tensor, last(norm(x.to(norm.weight.dtype), silu=True)))
+            return cast(Tensor, last(norm(x.to(next(norm.parameters()).dtype), silu=True)))
 
 
 class UNet(_Encoder):
