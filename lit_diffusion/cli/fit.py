@@ -18,6 +18,7 @@ from lit_diffusion.files import check_regular
 OPTIONS = (
     *("help", "config", "print_config", "seed_everything", "tuned_on", "init_weights", "ckpt_path"),
     *("model", "data", "trainer", "verbose", "return_predictions", "weights_only", "trust"),
+    "float32_precision",
 )
 """Names of the options, without what follows a dot."""
 
@@ -63,6 +64,7 @@ ones, and all of them over a checkpoint. Everything goes to runs/<name of the fi
   --ckpt_path PATH          resume from a checkpoint; last: that of the run folder;
                             last-or-none: start if there is none
   --init_weights PATH       start a new run from the weights of another: CKPT, CKPT:raw, CKPT:ema
+  --float32_precision tf32  faster float32 on a GPU, by 10 bits instead of 23; ieee
   --seed_everything N       seed (default 0){_LAST}""",
     "validate": f"""Loss and callbacks' metrics of a checkpoint on the validation split.
 

@@ -15,7 +15,7 @@ from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from jsonargparse import DefaultHelpFormatter
@@ -47,6 +47,11 @@ from lit_diffusion.cli.exact_resume import ExactResume, completed_epochs
 from lit_diffusion.cli.fit import HELP, missing_model
 from lit_diffusion.cli.init_weights import start_from
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_evaluations, read_rows
+from lit_diffusion.cli.options import (
+    FLOAT32_PRECISION_HELP,
+    FLOAT32_PRECISIONS,
+    set_float32_precision,
+)
 from lit_diffusion.cli.run_callbacks import (
     apply_callback_options,
     contains,
@@ -137,6 +142,8 @@ class RunCLI(LightningCLI):
         """Add options besides those of the model, the data and the Trainer."""
         text = "in words, what the numbers of this config were tuned on; `compare` shows it"
         parser.add_argument("--tuned_on", type=str | None, help=text)
+        kind, text = Literal[FLOAT32_PRECISIONS], " ".join(FLOAT32_PRECISION_HELP.split())
+        parser.add_argument("--float32_precision", type=kind | None, help=text)
         text = "start a new run from what fits of another: CKPT, CKPT:raw, CKPT:ema, or an export"
         parser.add_argument("--init_weights", type=str | None, help=text)
 
@@ -242,6 +249,7 @@ class RunCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build model, data and Trainer; store class paths and arguments as hyperparameters."""
+        set_float32_precision(self.config_dump["float32_precision"])
         try:
             with limit_parameters(self._weights) if self._weights else nullcontext():
                 super().instantiate_classes()

@@ -21,7 +21,7 @@ from lit_diffusion.checkpoints.loading import (
     read_class_names,
     split_weights_suffix,
 )
-from lit_diffusion.cli.options import SamplingOptions, usable_device
+from lit_diffusion.cli.options import SamplingOptions, set_float32_precision, usable_device
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.config.trust import allow_class_paths
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
@@ -123,6 +123,7 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
     """
     assert options.checkpoint is not None
     device = usable_device(options.device)
+    set_float32_precision(options.float32_precision)
     loaded = load_module(options.checkpoint, options.weights, trust=options.trust)
     module: Any = loaded.module
     kind = f"{type(module).__name__} in {loaded.path}"

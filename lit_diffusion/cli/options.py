@@ -23,6 +23,11 @@ SPLITS = ("train", "val", "test")
 """Splits of a data module that --reference may name."""
 
 
+FLOAT32_PRECISIONS = ("ieee", "tf32")
+FLOAT32_PRECISION_HELP = """on a GPU, float32 in matrix products and convolutions: ieee, or faster
+        tf32 of 10 bits (default: ieee in products, tf32 in convolutions, as in torch)"""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises a ValueError of one line, for `cli.main` to print.
 
@@ -148,6 +153,7 @@ class SamplingOptions:
     seed: int = 0
     batch_size: int = 64
     device: str | None = None
+    float32_precision: str | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -302,6 +308,7 @@ def add_sampling(parser: Parser) -> None:
     text = "images at a time (default 64)"
     parser.add_rare("--batch-size", type=integer, default=64, metavar="B", help=text)
     add_device(parser)
+    parser.add_rare("--float32_precision", choices=FLOAT32_PRECISIONS, help=FLOAT32_PRECISION_HELP)
 
 
 def integer(text: str) -> int:
@@ -342,6 +349,19 @@ def _two_numbers(text: str) -> tuple[float, float]:
     if len(values) != 2:
         raise argparse.ArgumentTypeError(f"must be two numbers, LOW,HIGH, got {text!r}")
     return values[0], values[1]
+
+
+def set_float32_precision(name: str | None) -> None:
+    """Set how CUDA computes matrix products and convolutions of float32; None changes nothing.
+
+    Args:
+        name: "ieee", or "tf32", which is faster and has 10 bits of precision instead of 23.
+    """
+    import torch
+
+    if name is not None:
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = name == "tf32"
 
 
 def usable_device(name: str | None) -> "torch.device":

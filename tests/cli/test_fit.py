@@ -24,6 +24,7 @@ from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli.fit import OPTIONS, trainer_arguments
 from lit_diffusion.cli.fitting import _failed_init, _inherit_num_classes, explain
 from lit_diffusion.cli.loggers import read_rows
+from lit_diffusion.cli.options import set_float32_precision
 from lit_diffusion.cli.run_folder import Request, occupied
 from lit_diffusion.networks.unet import UNet
 
@@ -106,6 +107,28 @@ def test_a_run_without_a_checkpoint_has_none_and_no_command_that_samples(option,
     assert "lit-diffusion sample" not in err
     assert not Path(LAST).exists()
     assert not Path("runs/tiny/metrics.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("tf32", ("high", True)), ("ieee", ("highest", False))]
+)
+def test_the_precision_of_float32_is_a_setting_of_fit_and_of_sample(name, expected, monkeypatch):
+    def current():
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+
+    before = current()
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before[1])  # restores it
+    try:
+        write_config(tiny_config() | {"float32_precision": name})
+        assert call(f"{FIT} --trainer.max_steps=1") == 0
+        assert current() == expected
+        config = Path("runs/tiny/config.yaml").read_text()
+        assert f"float32 matmul precision {expected[0]}" in config.splitlines()[0]
+        assert yaml.safe_load(config)["float32_precision"] == name
+        set_float32_precision(None)  # as of a call without the option
+        assert current() == expected
+    finally:
+        torch.set_float32_matmul_precision(before[0])
 
 
 @pytest.mark.usefixtures("stopped")

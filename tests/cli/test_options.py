@@ -60,6 +60,7 @@ def test_options_of_sampling():
     assert sampling("--prompt a --prompt 'b c'").prompt == ["a", "b c"]
     options = ("", "--init a", "--init a --mask b", "--init a --strength 0.3")
     assert [sampling(each).strength for each in options] == [None, 0.6, None, 0.3]
+    assert sampling("--float32_precision tf32").float32_precision == "tf32"
     heun = sampling("--solver Heun --solver.steps 3 --seed 1 --solver.clip=false")
     assert heun.solver_options == ("--solver.steps", "3", "--solver.clip=false")
     assert (heun.solver, heun.seed) == ("Heun", 1)
