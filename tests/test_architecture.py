@@ -90,7 +90,7 @@ MAY_IMPORT = {
 KNOWN_PRIVATE = {
     # torch's, used by every optimizer
     *("_foreach_lerp_", "_foreach_copy_", "_foreach_norm", "_fused_sgd_"),
-    *("_version", "_current_frames", "_exit", "_replace", "_asdict"),  # documented
+    *("_version", "_current_frames", "_exit", "_replace", "_asdict", "_dynamo"),  # documented
     "_get_sequence_number_for_group",  # torch says it nowhere else; rank_watch.py
     *("_C", "_are_functorch_transforms_active"),  # torch says it nowhere else; fused_norm.py
     "_negative_number_matcher",  # of argparse, which has no other way; cli/options.py
