@@ -60,7 +60,13 @@ def output_folder(trainer: Trainer) -> Path:
     return Path(trainer.strategy.broadcast(str(folder)))
 
 
-def refuse_other_run(trainer: Trainer, path: Path, exists: bool) -> None:
+def refuse_other_run(
+    trainer: Trainer,
+    path: Path,
+    exists: bool,
+    fix: str = "give the Trainer a logger, which makes a folder for each run, or another "
+    "default_root_dir; or delete what that run wrote",
+) -> None:
     """Raise ValueError if a fit from step 0 would change `path`, of another fit. Collective.
 
     The command line refuses this itself.
@@ -69,13 +75,11 @@ def refuse_other_run(trainer: Trainer, path: Path, exists: bool) -> None:
         trainer: the Trainer of the fit that starts.
         path: a file or folder that this fit would change.
         exists: whether it exists and is of another fit; that of rank 0 counts.
+        fix: what to do about it, for the message.
     """
     is_new = trainer.ckpt_path is None and trainer.global_step == 0
     if trainer.strategy.broadcast(exists and is_new and not hasattr(trainer, "run_folder")):
-        raise ValueError(
-            f"{path} is of another run: give the Trainer a logger, which makes a folder for each "
-            "run, or another default_root_dir; or delete what that run wrote."
-        )
+        raise ValueError(f"{path} is of another run: {fix}.")
 
 
 class PeriodicEvaluation(Callback, ABC):

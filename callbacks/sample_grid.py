@@ -26,6 +26,7 @@ from lit_diffusion.callbacks.evaluation import (
     check_images,
     generate_images,
     inference_mode,
+    refuse_other_run,
     require_generate,
     split_images,
 )
@@ -70,8 +71,8 @@ class SampleGrid(PeriodicEvaluation):
             dictionary.
 
     Raises:
-        ValueError: bad numbers; at fit start, labels that are no classes of the module, or a fit
-            in which the callback would never run.
+        ValueError: bad numbers; at fit start, labels that are no classes of the module, a fit in
+            which the callback would never run, or grids of another run in the folder of a new one.
         TypeError: at fit start, for a module without `generate(seeds, labels=None)`.
 
     Example:
@@ -113,6 +114,8 @@ class SampleGrid(PeriodicEvaluation):
         if labels and num_classes and not -1 <= min(labels) <= max(labels) < num_classes:
             raise ValueError(f"labels must be in -1..{num_classes - 1}, got {labels}.")
         super().on_fit_start(trainer, pl_module)
+        grids = self.folder / "samples"
+        refuse_other_run(trainer, grids, any(grids.glob("*.png")))
         self._has_read_images, self._training_images, self._median_distance = False, None, None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

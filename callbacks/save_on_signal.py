@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lit_diffusion.callbacks.evaluation import refuse_other_run
 from lit_diffusion.callbacks.slurm import is_requeue_of, job_id, mark_checkpoints, requeue_job
 from lit_diffusion.callbacks.trainer_state import (
     AccumulationTracker,
@@ -44,7 +45,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
     Raises:
         ValueError: for unknown signals; at the start of a fit, if Lightning has silently selected
-            a checkpoint of another job.
+            a checkpoint of another job, or a new fit would replace the last.ckpt of another.
 
     Example:
         >>> saver = SaveOnSignal("checkpoints")
@@ -103,6 +104,8 @@ class SaveOnSignal(AccumulationTracker, Callback):
                 f"{resumed} was left by another job and would be resumed from unasked; to go on "
                 "from it, rename it and pass it as ckpt_path, else delete it."
             )
+        fix = "resume from it by ckpt_path, move it away, or give SaveOnSignal another folder"
+        refuse_other_run(trainer, self.path, self.path.exists(), fix)
         disable_signal_handlers(trainer)
         self._reducer = _MaxReducer(trainer)
         if trainer.is_global_zero:

@@ -41,6 +41,15 @@ def test_grids_are_written_after_each_validation_within_fit_with_their_step(tmp_
     assert len(module.calls) == calls
 
 
+def test_a_new_run_does_not_replace_the_grids_of_another(tmp_path):
+    fit(tmp_path, PicturesModule(), SampleGrid(2))
+    with pytest.raises(ValueError, match="samples is of another run: give the Trainer a logger"):
+        fit(tmp_path, PicturesModule(), SampleGrid(2))
+    logger = CSVLogger(tmp_path, name="project")
+    fit(tmp_path, PicturesModule(), SampleGrid(2), logger=logger)
+    assert files(tmp_path / "project/version_0")
+
+
 def test_grids_are_written_every_n_steps_without_validation(tmp_path):
     grid, options = SampleGrid(2, every_n_steps=3), {"max_epochs": 4, "accumulate_grad_batches": 2}
     fit(tmp_path, PicturesModule(), grid, validate=False, **options)  # 8 steps
@@ -79,7 +88,7 @@ def test_labels_are_taken_in_turn_or_left_to_the_module(tmp_path):
     fit(tmp_path, module, SampleGrid(5, labels=range(2), batch_size=3))
     assert [labels for _, labels in module.calls[1:]] == [[0, 1, 0], [1, 0]]
     module.calls.clear()
-    fit(tmp_path, module, SampleGrid(2))
+    fit(tmp_path / "other", module, SampleGrid(2))
     assert [labels for _, labels in module.calls[1:]] == [None]
 
 

@@ -251,6 +251,14 @@ def test_a_new_job_does_not_go_on_from_what_another_left(tmp_path, monkeypatch, 
         trainer_with(tmp_path, SaveOnSignal(tmp_path)).fit(PlainModule(), loader(8))
 
 
+def test_a_new_run_does_not_replace_what_another_has_saved(tmp_path):
+    save(tmp_path, Sends("on_train_batch_start"))
+    before = (tmp_path / "last.ckpt").read_bytes()
+    with pytest.raises(ValueError, match=r"last\.ckpt is of another run: resume from it by ckpt_p"):
+        trainer_with(tmp_path, SaveOnSignal(tmp_path)).fit(PlainModule(), loader(8))
+    assert (tmp_path / "last.ckpt").read_bytes() == before
+
+
 def test_without_a_folder_it_saves_below_that_of_the_run(tmp_path):
     saver, sends = SaveOnSignal(), Sends("on_train_batch_start", 2)
     with pytest.raises(ValueError, match="no folder before a fit; pass one"):
