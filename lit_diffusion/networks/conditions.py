@@ -178,7 +178,7 @@ def embed_condition(
 
 
 def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor, Tensor | None]:
-    """Append the tokens of a condition to tokens (B, N, D) of images.
+    """Append the tokens of a condition to tokens (B, N, D) of images, in the dtype of these.
 
     Returns:
         Tokens (B, N + 1 + L, D) and their mask (B, N + 1 + L); (B, N, D) and None for a condition
@@ -187,7 +187,8 @@ def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor,
     if condition.tokens is None or condition.mask is None:
         return tokens, None
     image_mask = condition.mask.new_ones(tokens.shape[:2])
-    return torch.cat([tokens, condition.tokens], 1), torch.cat([image_mask, condition.mask], 1)
+    condition_tokens = condition.tokens.to(tokens.dtype)
+    return torch.cat([tokens, condition_tokens], 1), torch.cat([image_mask, condition.mask], 1)
 
 
 class LabelEmbedding(nn.Module):

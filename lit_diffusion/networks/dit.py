@@ -173,7 +173,10 @@ class DiT(nn.Module):
         c = self.t_embedder["mlp"](noise_label)  # (B, D)
         if embedded.vector is not None:
             c = c + embedded.vector  # (B, D)
-        x = self.x_embedder(x) + self.pos_embed  # (B, N, D)
+        x = self.x_embedder(x)  # (B, N, D)
+        # Under autocast the residual stream is in its dtype, as by default in Megatron-LM and in
+        # diffusers: it is half the memory traffic, and all that reads it rounds to that dtype.
+        x = x + self.pos_embed.to(x.dtype)  # (B, N, D)
         x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
         for block in self.blocks:
             x = maybe_checkpoint(block, x, c, mask, enabled=self.gradient_checkpointing)

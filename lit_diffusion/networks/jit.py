@@ -98,7 +98,7 @@ class RoPEAttention(nn.Module):
     def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
         """(B, N, D), (2, N, d / 2), (B, N) -> (B, N, D), with heads of d features."""
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))  # (B, N, 3, heads, d)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, N, d) each
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, N, d) each
         q, k = apply_rope(self.q_norm(q), cos_sin), apply_rope(self.k_norm(k), cos_sin)
         attn_mask = None if mask is None else mask[:, None, None]  # (B, 1, 1, N)
         h = F.scaled_dot_product_attention(q, k, v, attn_mask)  # (B, heads, N, d)
@@ -276,7 +276,8 @@ class JiT(nn.Module):
         c = self.time_embed(noise_label)  # (B, D)
         if embedded.vector is not None:
             c = c + embedded.vector  # (B, D)
-        x = self.patch_embed(patchify(x, self.patch_size)) + self.pos_embed  # (B, N, D)
+        x = self.patch_embed(patchify(x, self.patch_size))  # (B, N, D)
+        x = x + self.pos_embed.to(x.dtype)  # (B, N, D), in the dtype of autocast as in `dit`
         x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
 
         # Computed in every call, since a buffer would be cast to the dtype of the weights.
@@ -286,7 +287,8 @@ class JiT(nn.Module):
         for i, block in enumerate(self.blocks):
             if self.in_context_tokens and i == self.in_context_start:
                 assert embedded.vector is not None
-                x = torch.cat([x, self.in_context + embedded.vector[:, None]], dim=1)
+                in_context = self.in_context + embedded.vector[:, None]
+                x = torch.cat([x, in_context.to(x.dtype)], dim=1)
             x = maybe_checkpoint(
                 block, x, c, cos_sin[:, : x.shape[1]], mask, enabled=self.gradient_checkpointing
             )

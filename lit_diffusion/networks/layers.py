@@ -74,9 +74,10 @@ class LayerNorm32(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., D) -> the same shape."""
-        dtype = torch.promote_types(input.dtype, torch.float32)
+        dtype = _norm_dtype(input)
         weight, bias = (p if p is None else p.to(dtype) for p in (self.weight, self.bias))
-        out = F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
+        with no_autocast(input) if dtype.itemsize < 4 else nullcontext():
+            out = F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
         return out.to(input.dtype)
 
 
@@ -88,9 +89,22 @@ class RMSNorm32(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> the same shape."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = _norm_dtype(x)
         weight = self.weight.to(dtype)
-        return F.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps).to(x.dtype)
+        with no_autocast(x) if dtype.itemsize < 4 else nullcontext():
+            return F.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+def _norm_dtype(x: Tensor) -> torch.dtype:
+    """Dtype of what torch's norm is called with, so that it computes in float32 or better.
+
+    Its CUDA kernels do so for any input, and then need no copy of x in float32. Weights of the norm
+    are rounded to the dtype of x as are those of linear maps under autocast. Compiled code computes
+    in registers, and needs no copies either way.
+    """
+    if x.is_cuda and not torch.compiler.is_compiling():
+        return x.dtype
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def self_attention(
@@ -116,10 +130,12 @@ def self_attention(
         torch.Size([2, 16, 64])
     """
     batch, tokens, _ = qkv.shape
+    # Of unbind, the gradient is one copy into the layout of qkv.
     if split_heads_first:
-        q, k, v = qkv.reshape(batch, tokens, num_heads, 3, -1).permute(3, 0, 2, 1, 4)
+        parts = qkv.reshape(batch, tokens, num_heads, 3, -1).unbind(3)
     else:
-        q, k, v = qkv.reshape(batch, tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+        parts = qkv.reshape(batch, tokens, 3, num_heads, -1).unbind(2)
+    q, k, v = (part.transpose(1, 2) for part in parts)  # (B, heads, N, d) each
     attn_mask = None if mask is None else mask[:, None, None]  # (B, 1, 1, N)
     h = F.scaled_dot_product_attention(q, k, v, attn_mask)  # (B, heads, N, d)
     return h.transpose(1, 2).flatten(2)
@@ -187,7 +203,8 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, D) with N = H W / p^2."""
-        return cast(Tensor, self.proj(x)).flatten(2).transpose(1, 2)
+        # Contiguous, since all residual sums would inherit the layout of these tokens.
+        return cast(Tensor, self.proj(x)).flatten(2).transpose(1, 2).contiguous()
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
