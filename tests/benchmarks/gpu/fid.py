@@ -67,17 +67,10 @@ def evaluations(tiny: bool) -> dict[str, Body]:
         )
         trainer.fit(module, NoiseImages(batch_size=4 if tiny else 128))
         lines = (folder / "evaluations.jsonl").read_text().splitlines()
-        seconds = [json.loads(line)["seconds"] for line in lines]
-        channel.reply(
-            {
-                f"FID of {num}, DDIM({steps}), bf16-mixed": {
-                    "first_seconds": seconds[0],  # that of the real images' statistics included
-                    "seconds": seconds[-1],
-                    "peak_gib": torch.cuda.max_memory_allocated() / 2**30
-                    if torch.cuda.is_available()
-                    else None,
-                }
-            }
-        )
+        first, *_, last = [json.loads(line)["seconds"] for line in lines]
+        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        row = {f"{part}_seconds": seconds for part, seconds in last.items()}
+        row |= {"first_seconds": first["total"], "peak_gib": peak}  # first: real images as well
+        channel.reply({f"FID of {num}, DDIM({steps}), bf16-mixed": row})
 
     return {"evaluations": body}

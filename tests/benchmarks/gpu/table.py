@@ -36,7 +36,13 @@ COLUMNS = {
         "waits_per_step": "waits a step",
     },
     "ema": {"ms": "ms", "host_ms": "ms until the call returns"},
-    "fid": {"first_seconds": "s, the first", "seconds": "s", "peak_gib": "GiB"},
+    "fid": {
+        "total_seconds": "s",
+        "generate_seconds": "s of sampling",
+        "features_seconds": "s of Inception",
+        "first_seconds": "s, the first, with the real images",
+        "peak_gib": "GiB",
+    },
 }
 PERCENT = ("device_matmul_share", "overhead")
 
