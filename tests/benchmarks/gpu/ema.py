@@ -36,6 +36,7 @@ def averages(tiny: bool) -> dict[str, Body]:
 def updates(network: nn.Module) -> dict[str, Callable[[], Any]]:
     parameters = list(network.parameters())
     shadow = [p.detach().clone() for p in parameters]
+    found_inf = torch.zeros((), device=device())
     averaged = AveragedModel(
         network, device=device(), multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True
     )
@@ -51,6 +52,9 @@ def updates(network: nn.Module) -> dict[str, Callable[[], Any]]:
 
     return {
         "ours: ema_update_": lambda: ema_update_(shadow, parameters, DECAY),
+        "ours: ema_update_ that the device may skip": lambda: ema_update_(
+            shadow, parameters, DECAY, found_inf
+        ),
         "torch._foreach_lerp_": lerp,
         "torch's AveragedModel, Lightning's EMAWeightAveraging": lambda: averaged.update_parameters(
             network

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from measure import device, synchronize
-from ours import AMP_DTYPES, CONFIGS, TINY, loss_of
+from ours import AMP_DTYPES, CONFIGS, CPU_BACKEND, TINY, loss_of
 from train import Body
 from turns import Channel
 
@@ -104,8 +104,10 @@ class Alternate(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         if run.compiles:
-            options = {} if torch.cuda.is_available() else {"backend": "eager"}
-            pl_module.network.compile(**options)
+            if torch.cuda.is_available() and hasattr(pl_module, "compile_network"):
+                pl_module.compile_network()
+            else:
+                pl_module.network.compile(**({} if torch.cuda.is_available() else CPU_BACKEND))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.step = self.bare_loop(trainer, pl_module)

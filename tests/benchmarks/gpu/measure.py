@@ -100,7 +100,7 @@ class Steps:
         return time.perf_counter() - start
 
     def time(self, name: str, seconds: float) -> dict[str, Any]:
-        """Milliseconds of a step in a block of steps of about so many seconds."""
+        """Milliseconds of a step in a block of about so many seconds, and the last loss."""
         run = self.steps[name].run
         run()
         synchronize()
@@ -112,12 +112,13 @@ class Steps:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         for _ in range(num):
-            run()
+            loss = run()
         synchronize()
         wall_ms = 1000 * (time.perf_counter() - start) / num
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         free_memory()
-        return {"wall_ms": wall_ms, "images": self.steps[name].images, "peak_gib": peak}
+        row = {"wall_ms": wall_ms, "images": self.steps[name].images, "peak_gib": peak}
+        return row | ({"loss": float(loss)} if isinstance(loss, torch.Tensor) else {})
 
     def profile(self, name: str, num: int = 3) -> dict[str, Any]:
         """Milliseconds of kernels a step, their number, and the milliseconds by kind."""

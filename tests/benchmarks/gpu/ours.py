@@ -24,6 +24,7 @@ TINY = {
 }
 """Image shape and network of a config in a size for one core."""
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+CPU_BACKEND = {"backend": "eager"}  # of small networks, which would take minutes to compile
 BLOCKS = ("ResBlock", "AttentionBlock", "DiTBlock")
 
 
@@ -45,27 +46,30 @@ def ddim(steps: int) -> dict[str, Any]:
     return {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"steps": steps}}
 
 
-def compiled(network: nn.Module, mode: str = "default", blocks: bool = False) -> nn.Module:
-    """A network with the same weights, compiled as a whole or each of its blocks.
+def compiled(module: DiffusionModule, mode: str = "default") -> DiffusionModule:
+    """A module with the same weights whose network is compiled."""
+    other = with_network(module, copy.copy(module.network))
+    if torch.cuda.is_available() and hasattr(other, "compile_network"):
+        other.compile_network(mode)
+    else:
+        other.network.compile(**({"mode": mode} if torch.cuda.is_available() else CPU_BACKEND))
+    return other
+
+
+def with_compiled_blocks(module: DiffusionModule) -> DiffusionModule:
+    """A module with the same weights, in whose network each block is compiled by itself.
 
     Blocks of one shape share their code, so that compiling them takes as long as compiling one.
     """
-    fast = copy.copy(network)
-    options = (
-        {"mode": mode, "dynamic": False} if torch.cuda.is_available() else {"backend": "eager"}
-    )
-    if not blocks:
-        fast.compile(**options)
-        return fast
-    torch._dynamo.config.recompile_limit = 64  # a U-Net has as many shapes of blocks
-    fast = copy.deepcopy(network)
-    for name, parameter in network.named_parameters():
+    torch._dynamo.config.recompile_limit = 64  # a U-Net has many shapes of blocks
+    network = copy.deepcopy(module.network)
+    for name, parameter in module.network.named_parameters():
         owner, _, leaf = name.rpartition(".")
-        fast.get_submodule(owner)._parameters[leaf] = parameter
-    for module in fast.modules():
-        if type(module).__name__ in BLOCKS:
-            module.compile(**options)
-    return fast
+        network.get_submodule(owner)._parameters[leaf] = parameter
+    for block in network.modules():
+        if type(block).__name__ in BLOCKS:
+            block.compile(**({"dynamic": False} if torch.cuda.is_available() else CPU_BACKEND))
+    return with_network(module, network)
 
 
 def with_network(module: DiffusionModule, network: nn.Module) -> DiffusionModule:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import device
-from ours import Training
+from ours import CPU_BACKEND, Training
 from torch import Tensor, nn
 
 Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -63,7 +63,7 @@ def diffusers_dit(tiny: bool) -> nn.Module:
 def compiled(network: nn.Module, mode: str = "default") -> nn.Module:
     """A network with the same weights, compiled."""
     fast = copy.copy(network)
-    fast.compile(**({"mode": mode} if torch.cuda.is_available() else {"backend": "eager"}))
+    fast.compile(**({"mode": mode} if torch.cuda.is_available() else CPU_BACKEND))
     return fast
 
 

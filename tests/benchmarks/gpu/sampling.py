@@ -17,7 +17,7 @@ def sampling(tiny: bool) -> dict[str, Body]:
             module = ours.build("cifar10-improved", tiny, solver=solver, channels_last=True)
             module.eval()
             if mode is not None:
-                module = ours.with_network(module, ours.compiled(module.network, mode))
+                module = ours.compiled(module, mode)
 
             def generate() -> None:
                 with torch.autocast(device().type, torch.bfloat16):

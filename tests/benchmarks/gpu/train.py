@@ -30,12 +30,13 @@ def cifar10(tiny: bool) -> dict[str, Body]:
         def body(channel: Channel) -> None:
             module = ours.build("cifar10-improved", tiny, channels_last=channels_last)
             if mode is not None:
-                network = ours.compiled(module.network, mode, blocks)
-                module = ours.with_network(module, network)
+                module = ours.compiled(module, mode)
+            elif blocks:
+                module = ours.with_compiled_blocks(module)
             training = ours.Training(module.network)
             images, _ = images_and_labels(size, batch)
             run = ours.training_step(module, training, images)
-            Steps({"step": Step(run, batch, is_eager=mode is None)}).serve(channel)
+            Steps({"step": Step(run, batch, is_eager=not (mode or blocks))}).serve(channel)
 
         return body
 
@@ -65,7 +66,7 @@ def cifar10(tiny: bool) -> dict[str, Body]:
         "ours, contiguous, compiled": our_unet(False, "default"),
         "ours, channels_last, CUDA graphs": our_unet(True, "reduce-overhead"),
         "diffusers, CUDA graphs": their_unet("reduce-overhead"),
-        "ours, channels_last, blocks compiled": our_unet(True, "default", blocks=True),
+        "ours, channels_last, blocks compiled": our_unet(True, None, blocks=True),
         "improved-diffusion, fp16": improved_diffusion,
     }
 
@@ -84,8 +85,7 @@ def dit(tiny: bool) -> dict[str, Body]:
     def our_dit(channel: Channel) -> None:
         module, inputs = ours.build("imagenet256-latents", tiny), latents()
         training = ours.Training(module.network, torch.optim.AdamW)
-        whole = ours.with_network(module, ours.compiled(module.network))
-        blocks = ours.with_network(module, ours.compiled(module.network, blocks=True))
+        whole, blocks = ours.compiled(module), ours.with_compiled_blocks(module)
         steps = {
             name: Step(ours.training_step(each, training, *inputs), batch, name == "eager")
             for name, each in (("eager", module), ("blocks compiled", blocks), ("compiled", whole))
@@ -136,7 +136,7 @@ def imagenet128(tiny: bool) -> dict[str, Body]:
         def body(channel: Channel) -> None:
             module = ours.build("imagenet128-guided", tiny, channels_last=True)
             if compiles:
-                module = ours.with_network(module, ours.compiled(module.network))
+                module = ours.compiled(module)
             training, inputs = ours.Training(module.network), images_and_labels(size, batch)
             run = ours.training_step(module, training, *inputs)
             Steps({"step": Step(run, batch, is_eager=not compiles)}).serve(channel)
