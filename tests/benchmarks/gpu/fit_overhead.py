@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from measure import device, synchronize
-from ours import AMP_DTYPES, CONFIGS, CPU_BACKEND, TINY, loss_of
+from ours import AMP_DTYPES, CONFIGS, TINY, loss_of
 from train import Body
 from turns import Channel
 
@@ -34,7 +34,6 @@ class Run:
     """Settings of the fit of this process, for the callback that the command line builds."""
 
     channel: Channel
-    compiles: bool
     precision: str
     block: int = 20
     blocks: int = 9  # of each kind, of which the first is not counted
@@ -70,12 +69,13 @@ def fit(options: list[str], precision: str, compiles: bool, tiny: bool) -> Body:
 
     def body(channel: Channel) -> None:
         global run
-        run = Run(channel, compiles, precision)
+        run = Run(channel, precision)
         if tiny:
             run.block, run.blocks = 2, 3
         common = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}"]
         common += [f"--trainer.default_root_dir={tempfile.mkdtemp()}", "--trainer.max_steps=10000"]
         common += ["--trainer.val_check_interval=10000", "--trust", "fit_overhead"]
+        common += ["--model.init_args.compile=default"] if compiles else []
         code = main(["fit", *options, "--trainer.callbacks+=fit_overhead.Alternate", *common])
         raise RuntimeError(f"fit ended with {code}")
 
@@ -101,13 +101,6 @@ class NoiseImages(CIFAR10):
 
 class Alternate(Callback):
     """Runs blocks of a bare loop between blocks of the Trainer's steps, and times both."""
-
-    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if run.compiles:
-            if torch.cuda.is_available() and hasattr(pl_module, "compile_network"):
-                pl_module.compile_network()
-            else:
-                pl_module.network.compile(**({} if torch.cuda.is_available() else CPU_BACKEND))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.step = self.bare_loop(trainer, pl_module)

@@ -49,10 +49,10 @@ def ddim(steps: int) -> dict[str, Any]:
 def compiled(module: DiffusionModule, mode: str = "default") -> DiffusionModule:
     """A module with the same weights whose network is compiled."""
     other = with_network(module, copy.copy(module.network))
-    if torch.cuda.is_available() and hasattr(other, "compile_network"):
+    if torch.cuda.is_available():
         other.compile_network(mode)
     else:
-        other.network.compile(**({"mode": mode} if torch.cuda.is_available() else CPU_BACKEND))
+        other.network.compile(**CPU_BACKEND)
     return other
 
 
