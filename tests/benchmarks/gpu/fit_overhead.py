@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from measure import device, synchronize
+from measure import device, free_memory, synchronize
 from ours import AMP_DTYPES, CONFIGS, TINY, loss_of
 from train import Body
 from turns import Channel
@@ -35,7 +35,7 @@ class Run:
 
     channel: Channel
     precision: str
-    block: int = 20
+    block: int = 10
     blocks: int = 9  # of each kind, of which the first is not counted
 
 
@@ -57,10 +57,10 @@ def fits(tiny: bool) -> dict[str, Body]:
         cifar10 += [f"--model.init_args.network.init_args.{k}={v}" for k, v in sizes.items()]
         cifar10 += ["--data.init_args.batch_size=4"]
     return {
-        "digits, 32-true, eager": fit(digits, "fp32", compiles=False, tiny=tiny),
-        "digits, 32-true, compiled": fit(digits, "fp32", compiles=True, tiny=tiny),
-        "CIFAR-10, bf16-mixed, eager": fit(cifar10, "bf16", compiles=False, tiny=tiny),
         "CIFAR-10, bf16-mixed, compiled": fit(cifar10, "bf16", compiles=True, tiny=tiny),
+        "digits, 32-true, eager": fit(digits, "fp32", compiles=False, tiny=tiny),
+        "CIFAR-10, bf16-mixed, eager": fit(cifar10, "bf16", compiles=False, tiny=tiny),
+        "digits, 32-true, compiled": fit(digits, "fp32", compiles=True, tiny=tiny),
     }
 
 
@@ -139,6 +139,8 @@ class Alternate(Callback):
         self.count += 1
         if self.count == 0:
             self.step()
+            synchronize()
+            free_memory()
             run.channel.reply()
             run.channel.request()  # until it is the turn of this process
             self.resumed = time.perf_counter()

@@ -89,13 +89,9 @@ class Steps:
     def _first(self, step: Step) -> float:
         """Seconds of the first step, that of its compilation included."""
         start = time.perf_counter()
-        for _ in range(100):  # others may hold the memory for a moment
-            try:
-                step.run()
-                break
-            except torch.cuda.OutOfMemoryError:
-                free_memory()
-                time.sleep(1)
+        while not _fits(step.run):  # others may hold the memory for a moment
+            free_memory()
+            time.sleep(1)
         synchronize()
         return time.perf_counter() - start
 
@@ -156,6 +152,17 @@ class Steps:
         with FlopCounterMode(display=False) as counter:
             self.steps[name].run()
         return counter.get_total_flops()
+
+
+def _fits(run: Callable[[], Any]) -> bool:
+    """Whether a step ran; False where the memory was not enough."""
+    try:
+        run()
+    except Exception as error:
+        if not re.search(r"out of memory|alloc_failed", str(error).lower()):
+            raise
+        return False
+    return True
 
 
 def kind_of(kernel: str) -> str:

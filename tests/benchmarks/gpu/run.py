@@ -13,6 +13,7 @@ the order in which they are named. A process that is not ready by then is waited
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process
@@ -30,6 +31,7 @@ from turns import Worker, WorkerError
 
 INTERLEAVED = {
     "cifar10": train.cifar10,
+    "cifar10-graphs": partial(train.cifar10, graphs=True),
     "dit": train.dit,
     "sampling": sampling.sampling,
     "imagenet128": train.imagenet128,
@@ -37,7 +39,7 @@ INTERLEAVED = {
 """Sections whose workers take turns."""
 TABLES = {"fit": fit_overhead.fits, "ema": ema.averages, "fid": fid.evaluations}
 """Sections whose workers give their rows at once."""
-SECTIONS = ("cifar10", "dit", "fit", "sampling", "ema", "fid", "imagenet128")
+SECTIONS = ("cifar10", "dit", "fit", "sampling", "ema", "fid", "cifar10-graphs", "imagenet128")
 
 
 def main() -> None:
