@@ -18,7 +18,8 @@ NATS_TO_BITS = 1 / math.log(2)
 
 def expand_as(value: Tensor, images: Tensor) -> Tensor:
     """(B,) or () scales -> the images' dtype and device, broadcastable to (B, C, H, W)."""
-    value = value.to(device=images.device, dtype=images.dtype)
+    from_cpu = value.device.type == "cpu"  # the only direction that is safe without waiting
+    value = value.to(device=images.device, dtype=images.dtype, non_blocking=from_cpu)
     return value.reshape(-1, *[1] * (images.ndim - 1))
 
 

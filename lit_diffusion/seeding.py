@@ -87,16 +87,18 @@ class PerSampleNoise:
             torch.Generator().manual_seed(_scramble(int(seed), fold(stream))) for seed in seeds
         ]
 
-    def draw(self, shape: Sequence[int]) -> Tensor:
-        """(N, *shape) float32 on the CPU."""
-        out = torch.empty(len(self.generators), *shape, dtype=torch.float32)
+    def draw(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+        """(N, *shape) float32 on the device, which may still be busy while the next is drawn."""
+        is_cuda = torch.device(device).type == "cuda"
+        size = (len(self.generators), *shape)
+        out = torch.empty(size, dtype=torch.float32, pin_memory=is_cuda)
         for row, generator in zip(out, self.generators, strict=True):
             row.normal_(generator=generator)
-        return out
+        return out.to(device, non_blocking=is_cuda)
 
     def randn_like(self, x: Tensor) -> Tensor:
         """The next draw, with the shape, dtype and device of `x` (N, ...)."""
-        return self.draw(x.shape[1:]).to(device=x.device, dtype=x.dtype)
+        return self.draw(x.shape[1:], x.device).to(x.dtype)
 
 
 def _scramble(seed: int, offset: int) -> int:

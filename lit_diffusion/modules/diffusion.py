@@ -404,7 +404,7 @@ class DiffusionModule(LightningModule):
         condition = condition_for(seeds, labels, self.conditioning)
         condition = move_data_to_device(condition, self.device)
         noise = PerSampleNoise(seeds)
-        start = noise.draw(self.image_shape).to(self.device)
+        start = noise.draw(self.image_shape, self.device)
         with eval_mode(self.network):
             denoise = checks.FiniteDenoise(self._guided_denoise(condition))
             x0 = solver.sample(denoise, process, start, noise.randn_like, self.watch)

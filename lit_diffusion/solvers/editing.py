@@ -79,7 +79,7 @@ class NoisedImagePrior:
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
         """alpha x0 + sigma noise."""
         alpha, sigma = self._process.alpha_sigma(t)
-        return alpha.to(noise) * self._x0 + sigma.to(noise) * noise
+        return alpha.to(noise.dtype) * self._x0 + sigma.to(noise.dtype) * noise
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class RePaint:
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0, equal to `known` where `mask` is 1."""
         times = finite_grid(self.times or ancestral_grid(process), process, self.steps)
-        alpha, sigma = (v.to(noise) for v in process.alpha_sigma(times))
+        alpha, sigma = (v.to(noise.dtype) for v in process.alpha_sigma(times))  # on the CPU
         posteriors, x = posterior(process, times), process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
             step = posteriors.at(i)

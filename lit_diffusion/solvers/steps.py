@@ -87,8 +87,13 @@ def level_of(process: Process, t: Tensor) -> Tensor:
 
 
 def batch_of(t: Tensor, x: Tensor) -> Tensor:
-    """One time -> (B,) on the device of x."""
-    return t.to(x.device).expand(len(x))
+    """One time, on the CPU -> (B,) on the device of x, filled there as a copy would be waited for.
+
+    The attribute `time` of the result is the time as a number, for what is decided on the host.
+    """
+    batch = torch.full((len(x),), float(t), dtype=t.dtype, device=x.device)
+    batch.time = float(t)  # type: ignore[attr-defined]
+    return batch
 
 
 def clipped(x0: Tensor, clip: bool) -> Tensor:
