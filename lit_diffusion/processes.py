@@ -189,6 +189,7 @@ class DiscreteVP:
         self._table = torch.stack(
             [alpha_bar, next_alpha_bar, alpha_bar.logit(), next_alpha_bar.logit(), has_log_snr]
         )
+        self._ends_in_noise = bool(alpha_bar[-1] == 0)
         self._copies: dict[torch.device, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,7 +234,7 @@ class DiscreteVP:
         left, right = log_snrs[upper - 1], log_snrs[upper]
         t = (upper - 1 + (left - log_snr) / (left - right)).clamp(max=self.t_max)
         alpha_bar = torch.sigmoid(log_snr)
-        if self._table[0, -1] == 0:
+        if self._ends_in_noise:
             near_noise = self.t_max - alpha_bar / alpha_bars[-2]
             t = torch.where(log_snr < log_snrs[-2], near_noise, t)
         near_clean = (1 - alpha_bar) / (1 - alpha_bars[0]) - 1
