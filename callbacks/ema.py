@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .trainer_state import (
     distribute_like,
     first_nonfinite,
     gather_state,
+    is_dtensor,
     is_state_init_step,
     isinstance_lightning,
     local_part,
@@ -91,6 +93,14 @@ def ema_update_(
     """
     averages = [local_part(average) for average in shadow]
     wide = [local_part(p).to(average) for average, p in zip(averages, params, strict=True)]
+    _lerp_(averages, wide, decay, found_inf)
+
+
+@torch.no_grad()
+def _lerp_(
+    averages: list[Tensor], wide: list[Tensor], decay: float, found_inf: Tensor | None
+) -> None:
+    """`ema_update_` of whole tensors whose devices and dtypes agree."""
     if found_inf is None:
         torch._foreach_lerp_(averages, wide, 1 - decay)
     elif any(average.dtype != torch.float32 for average in averages):
@@ -170,6 +180,16 @@ class _Group:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
     skipped: Tensor | float = 0.0  # how many of these the device has skipped by itself
+    params: list[Tensor] = field(default_factory=list)  # all of the optimizer, at the last step
+    frozen: list[Tensor] = field(default_factory=list)  # those of them that need no gradient
+    # Weights, and averages of each decay, in the order of `tensors`; None after a change of these.
+    lists: tuple[list[Tensor], list[list[Tensor]]] | None = None
+    is_uniform: bool = False  # whether `lists` agree in devices and dtypes, and none is split
+
+    def has_changed(self, params: list[Tensor]) -> bool:
+        """Whether the optimizer got other parameters, or a frozen one is trained now."""
+        is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
+        return not is_same or any(param.requires_grad for param in self.frozen)
 
 
 class EMA(pl.Callback):
@@ -457,12 +477,13 @@ class EMA(pl.Callback):
 
     def _add_parameters(self, optimizer: Optimizer, group: _Group) -> None:
         """Start averaging parameters of the optimizer that are in no group yet."""
-        new = {
-            id(param): param
-            for entry in optimizer.param_groups
-            for param in entry["params"]
-            if id(param) not in self._known_params and param.requires_grad
-        }
+        params = list(chain.from_iterable(entry["params"] for entry in optimizer.param_groups))
+        if not group.has_changed(params):
+            return
+        group.params = params
+        group.frozen = [param for param in params if not param.requires_grad]
+        trained = {id(param): param for param in params if param.requires_grad}
+        new = {key: param for key, param in trained.items() if key not in self._known_params}
         if not new:
             return
         self._known_params |= new
@@ -472,6 +493,8 @@ class EMA(pl.Callback):
             tracked = {name for each in self._groups for name in each.tensors}
             buffers = self._averaged_buffers().items()
             added |= {name: buffer for name, buffer in buffers if name not in tracked}
+        for each in self._groups:
+            each.lists = None
         for name, tensor in added.items():
             for each in self._groups:
                 each.tensors.pop(name, None)  # of a parameter that this one has replaced
@@ -553,14 +576,28 @@ class EMA(pl.Callback):
         if self.buffers:  # modules may have replaced buffers, as `.to(device)` does
             tensors = self._named_tensors()
             group.tensors = {name: tensors[name] for name in group.tensors}
+            group.lists = None
         last = group.steps - self.start
         if last <= 0:
             self._reset_to_weights(group)
             return
-        for decay, shadow in zip(self.decays, self._shadows, strict=True):
+        if group.lists is None:
+            self._prepare_lists(group)
+        assert group.lists is not None
+        weights, averages = group.lists
+        update = _lerp_ if group.is_uniform else ema_update_
+        for decay, shadow in zip(self.decays, averages, strict=True):
             span = self._update_decay(decay, max(last - self.every_n_steps, 0), last)
-            averages = [shadow[name] for name in group.tensors]
-            ema_update_(averages, list(group.tensors.values()), span, found_inf)
+            update(shadow, weights, span, found_inf)
+
+    def _prepare_lists(self, group: _Group) -> None:
+        weights = list(group.tensors.values())
+        averages = [[shadow[name] for name in group.tensors] for shadow in self._shadows]
+        group.lists = weights, averages
+        group.is_uniform = not any(map(is_dtensor, weights)) and all(
+            (weight.device, weight.dtype) == (average.device, average.dtype)
+            for weight, average in zip(weights, averages[0], strict=True)
+        )
 
     # State
 
