@@ -9,7 +9,7 @@ from typing import Any
 import lightning
 import torch
 from measure import device, synchronize
-from turns import Channel
+from turns import Body, Channel
 
 
 def timed(run: Callable[[], Any], repeats: int = 20, warm_up: int = 3) -> float:
@@ -33,13 +33,13 @@ def timed(run: Callable[[], Any], repeats: int = 20, warm_up: int = 3) -> float:
     return median(times)
 
 
-def ceilings(tiny: bool) -> Callable[[Channel], None]:
+def ceilings(tiny: bool) -> dict[str, Body]:
     def body(channel: Channel) -> None:
         channel.reply()
         channel.request()
         channel.reply(dict(measured(tiny)))
 
-    return body
+    return {"ceilings": body}
 
 
 def versions() -> dict[str, str]:

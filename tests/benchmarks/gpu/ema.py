@@ -12,8 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from measure import device, synchronize
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from train import Body
-from turns import Channel
+from turns import Body, Channel
 
 from lit_diffusion.callbacks import EMA
 from lit_diffusion.callbacks.ema import ema_update_

@@ -14,8 +14,7 @@ import torch_fidelity.feature_extractor_inceptionv3 as inception
 from fit_overhead import NoiseImages
 from lightning.pytorch import Trainer
 from measure import device
-from train import Body
-from turns import Channel
+from turns import Body, Channel
 
 from lit_diffusion.callbacks import EMA, FIDEvaluation
 from lit_diffusion.metrics.extractors import InceptionV3Compat

@@ -19,8 +19,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from measure import device, free_memory, synchronize
 from ours import AMP_DTYPES, CONFIGS, TINY, loss_of
-from train import Body
-from turns import Channel
+from turns import Body, Channel
 
 from lit_diffusion.cli.main import main
 from lit_diffusion.data.cifar10 import CIFAR10

@@ -18,6 +18,7 @@ from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as the other check forbids to fork
 
 import ceilings
 import ema
@@ -27,7 +28,7 @@ import sampling
 import train
 from diffusers import DDIMScheduler, DiTTransformer2DModel, UNet2DModel  # noqa: F401 - once for all processes
 from measure import Rows
-from turns import Worker, WorkerError
+from turns import Worker, WorkerError, can_fork
 
 INTERLEAVED = {
     "cifar10": train.cifar10,
@@ -63,13 +64,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(options.out / "results.jsonl", commit=options.commit)
 
-    bodies = {
-        name: (INTERLEAVED | TABLES)[name](options.tiny) for name in options.sections
-    }  # of processes, by section and variant
-    workers = {"ceilings": [Worker("ceilings", ceilings.ceilings(options.tiny))]}
-    for section, by_name in bodies.items():
-        chosen = [(name, body) for name, body in by_name.items() if options.only in name]
-        workers[section] = [Worker(name, body) for name, body in chosen]
+    method = "fork" if can_fork() else "spawn"
+    workers = {"ceilings": [Worker("ceilings", ceilings.ceilings, options.tiny, method)]}
+    for section in options.sections:
+        make_bodies = (INTERLEAVED | TABLES)[section]
+        names = [name for name in make_bodies(options.tiny) if options.only in name]
+        workers[section] = [Worker(name, make_bodies, options.tiny, method) for name in names]
     deadline, ready_by = start + options.budget, start + min(options.prepare, options.budget)
     try:
         while options.after and not options.after.exists() and time.time() < deadline:

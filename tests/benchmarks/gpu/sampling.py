@@ -4,8 +4,7 @@ import ours
 import peers
 import torch
 from measure import Step, Steps, device
-from train import Body
-from turns import Channel
+from turns import Body, Channel
 
 
 def sampling(tiny: bool) -> dict[str, Body]:

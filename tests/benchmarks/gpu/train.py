@@ -1,7 +1,7 @@
 """Training steps: ours, eager and compiled, beside those of other libraries."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -10,9 +10,7 @@ import peers
 import torch
 from measure import Rows, Step, Steps, device
 from torch import Tensor
-from turns import Channel, Worker, WorkerError
-
-Body = Callable[[Channel], None]
+from turns import Body, Channel, Worker, WorkerError
 
 
 def images_and_labels(size: int, batch: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 
 class WorkerError(RuntimeError):
     """A process failed, or did not answer in time."""
@@ -35,15 +37,27 @@ class Channel:
         return self.connection.recv()
 
 
-class Worker:
-    """A process that runs `body(channel)`. It is forked: the driver must not have used a device."""
+Body = Callable[[Channel], None]
 
-    def __init__(self, name: str, body: Callable[[Channel], None]) -> None:
+
+class Worker:
+    """A process that runs the body of a name, `make_bodies(tiny)[name](channel)`.
+
+    Args:
+        name: of the body.
+        make_bodies: a function of a module, as it may be pickled.
+        tiny: its argument.
+        method: "fork", which shares the imports of the driver, or "spawn".
+    """
+
+    def __init__(
+        self, name: str, make_bodies: Callable[[bool], dict[str, Body]], tiny: bool, method: str
+    ) -> None:
         self.name, self._is_ready, self._start = name, False, time.perf_counter()
         self.seconds_to_ready = 0.0
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context(method)
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_run, args=(body, other, self._connection))
+        self._process = context.Process(target=_run, args=(name, make_bodies, tiny, other))
         self._process.start()
         other.close()
 
@@ -76,11 +90,25 @@ class Worker:
         self._connection.close()
 
 
-def _run(body: Callable[[Channel], None], connection: Connection, drivers: Connection) -> None:
-    drivers.close()
+def can_fork() -> bool:
+    """Whether a fork of this process can use the device, as no import has used it before."""
+    process = multiprocessing.get_context("fork").Process(target=_use_device)
+    process.start()
+    process.join(60)
+    return process.exitcode == 0
+
+
+def _use_device() -> None:
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
+
+
+def _run(
+    name: str, make_bodies: Callable[[bool], dict[str, Body]], tiny: bool, connection: Connection
+) -> None:
     channel = Channel(connection)
     try:
-        body(channel)
+        make_bodies(tiny)[name](channel)
     except BaseException:  # whatever it is, the driver goes on
         channel.reply_error()
     os._exit(0)  # what is left of threads and compilers must not keep the process
