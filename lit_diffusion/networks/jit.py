@@ -75,11 +75,11 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate each pair of features (k, k + head_dim / 2), in the dtype of the cosines.
 
     Args:
-        x: (..., N, head_dim).
-        cos_sin: (2, N, head_dim / 2), as from `rope_cos_sin`.
+        x: (..., head_dim).
+        cos_sin: (2, ..., head_dim / 2), broadcast over x; `rope_cos_sin` returns (2, N, ...).
 
     Returns:
-        (..., N, head_dim) in the dtype of x.
+        (..., head_dim) in the dtype of x.
     """
     (cos, sin), (a, b) = cos_sin, x.to(cos_sin.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
@@ -97,9 +97,10 @@ class RoPEAttention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
         """(B, N, D), (2, N, d / 2), (B, N) -> (B, N, D), with heads of d features."""
-        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))  # (B, N, 3, heads, d)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # (B, heads, N, d) each
+        q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, heads, d)
+        cos_sin = cos_sin[:, :, None]
         q, k = apply_rope(self.q_norm(q), cos_sin), apply_rope(self.k_norm(k), cos_sin)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, N, d) each
         attn_mask = None if mask is None else mask[:, None, None]  # (B, 1, 1, N)
         h = F.scaled_dot_product_attention(q, k, v, attn_mask)  # (B, heads, N, d)
         return cast(Tensor, self.proj(h.transpose(1, 2).flatten(2)))

@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -104,6 +105,22 @@ def test_norms_of_bfloat16_are_computed_in_float32(norm):
     output = norm.bfloat16()(x)
     assert output.dtype == torch.bfloat16
     assert torch.equal(output, norm.float()(x.float()).bfloat16())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", [LayerNorm32(64), RMSNorm32(64, eps=1e-6)])
+def test_norms_on_a_gpu_compute_in_float32_and_round_once(norm):
+    x = (20 + torch.randn(32, 64)).bfloat16().cuda().requires_grad_()
+    norm, dy = norm.cuda(), torch.randn(32, 64).bfloat16().cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        actual = norm(x)
+    assert actual.dtype == torch.bfloat16
+    gradients = torch.autograd.grad(actual, (x, norm.weight), dy)
+    x64, norm64 = x.detach().double().requires_grad_(), copy.deepcopy(norm).double()
+    expected = norm64(x64)
+    correct = torch.autograd.grad(expected, (x64, norm64.weight), dy.double())
+    for value, right in zip((actual, *gradients), (expected, *correct), strict=True):
+        assert (value.double() - right).norm() < 5e-3 * right.norm()
 
 
 # Attention

@@ -195,6 +195,20 @@ def test_bfloat16_autocast_is_close_and_keeps_norms_and_output_in_float32(name, 
     assert 1e-5 < error < 0.03
 
 
+@each_kind
+@pytest.mark.parametrize("name", ["dit", "jit"])
+def test_the_residual_stream_is_contiguous_in_the_dtype_of_autocast(name, kind):
+    network, streams = small(name, kind), []
+    for block in network.blocks:
+        block.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+    network(*batch(), condition(kind))
+    assert {x.dtype for x in streams} == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
+        network(*batch(), condition(kind))
+    assert {x.dtype for x in streams[len(network.blocks) :]} == {torch.bfloat16}
+    assert all(x.is_contiguous() for x in streams)
+
+
 def recording(function, dtypes):
     def recorded(x, *arguments):
         dtypes.append(x.dtype)

@@ -124,6 +124,31 @@ def test_channels_last_changes_the_memory_format_alone(changes):
     assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("kind", ["none", "tokens"])
+@pytest.mark.parametrize("changes", [{}, {"resblock_updown": True, "scale_shift_norm": False}])
+def test_every_layer_keeps_channels_last(changes, kind, device):
+    network = small("unet", kind, **changes).to(device, memory_format=torch.channels_last)
+    layouts = {}
+
+    def record(name):
+        def hook(module, inputs, output):
+            if isinstance(output, torch.Tensor) and output.ndim == 4:
+                layouts[name] = output.is_contiguous(memory_format=torch.channels_last)
+
+        return hook
+
+    for name, module in network.named_modules():
+        module.register_forward_hook(record(name))
+    x, noise_label = (t.to(device) for t in batch())
+    row = condition(kind)
+    row = row if row is None else tuple(t.to(device) for t in row)
+    with torch.autocast(device, torch.bfloat16):
+        network(x.to(memory_format=torch.channels_last), noise_label, row)
+    assert len(layouts) > 20
+    assert [name for name, is_kept in layouts.items() if not is_kept] == []
+
+
 def test_label_minus_one_is_the_network_without_a_class():
     network = small("unet")
     null = network(*batch(), torch.full((4,), -1))
