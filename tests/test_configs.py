@@ -243,7 +243,7 @@ def test_latents_start(offline, tmp_path, name):
 def test_comments_name_the_config_itself_its_source_and_files_that_exist(path):
     text, name = path.read_text(), path.relative_to(CONFIGS.parent)
     comment = " ".join(text.partition("\n\n")[0].replace("\\\n#", " ").split())
-    if {"arms", "methods"} & set(path.parts):
+    if {"arms", "methods", "fragments"} & set(path.parts):
         assert f"--config {name}" in comment
         assert "Source" in comment
     else:
@@ -251,6 +251,17 @@ def test_comments_name_the_config_itself_its_source_and_files_that_exist(path):
         assert yaml.safe_load(text)["seed_everything"] == 0
     others = re.findall(r"configs/[\w./-]*\w\.yaml", text)
     assert [other for other in others if not (CONFIGS.parent / other).is_file()] == []
+
+
+@pytest.mark.parametrize("name", [*REPRODUCTIONS, "cifar10-uvit", *LATENTS])
+def test_settings_of_a_gpu_go_with_every_config_that_needs_one(capsys, name):
+    fragment = dict(flat(settings("fragments/gpu.yaml")))
+    plain, fast = (
+        dict(flat(parsed(capsys, f"{name}.yaml", *more))) for more in ([], ["fragments/gpu.yaml"])
+    )
+    assert {key: fast[key] for key in fragment} == fragment
+    assert {key for key in plain | fast if plain.get(key) != fast.get(key)} <= fragment.keys()
+    assert "fragments/gpu.yaml" in (CONFIGS / f"{name}.yaml").read_text().partition("\n\n")[0]
 
 
 # What the reproductions and the arms promise
