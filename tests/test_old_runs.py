@@ -1,14 +1,19 @@
 """Runs of an earlier version load, sample and resume as they did (tests/golden/README.md)."""
 
+import inspect
+import json
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from support.commands import call
 
 from lit_diffusion import load
+from lit_diffusion.config.renamed import rename_config
 
 GOLDEN = Path(__file__).parent / "golden" / "runs_0ce0e2a"
 RUNS = {"labels": 5, "words": 5, "uvit": 5, "dcgan": 8}
@@ -40,3 +45,15 @@ def test_an_old_run_resumes_from_its_own_config(run, folder):
     torch.testing.assert_close(
         torch.stack(sums), torch.tensor(expected["resumed_sums"]), rtol=1e-4, atol=1e-5
     )
+
+
+DEFAULTS = yaml.safe_load((GOLDEN.parent / "defaults_0ce0e2a.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", DEFAULTS, ids=lambda path: path.rpartition(".")[2])
+def test_what_an_old_config_leaves_out_has_the_value_that_it_had(path):
+    config = rename_config({"class_path": path, "init_args": DEFAULTS[path]})
+    module, _, name = config["class_path"].rpartition(".")
+    parameters = inspect.signature(getattr(import_module(module), name)).parameters
+    present = {argument: parameters[argument].default for argument in config["init_args"]}
+    assert json.loads(json.dumps(present)) == config["init_args"]  # tuples are lists

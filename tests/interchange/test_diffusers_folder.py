@@ -10,8 +10,9 @@ from support.golden_weights import fill_
 from support.tiny_diffusion import tiny_diffusion
 from torch.testing import assert_close
 
+from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange
-from lit_diffusion.grids import Stride
+from lit_diffusion.grids import Sections, Stride
 from lit_diffusion.interchange.diffusers_dit import FIX_FREQUENCIES
 from lit_diffusion.interchange.diffusers_folder import (
     compare_with_pipeline,
@@ -139,6 +140,22 @@ def test_an_export_says_whether_images_are_the_same(network, solver, expected, t
     ours = module(network, solver=solver, **classes, **shape)
     write(tmp_path, ours, DIT if is_dit else arguments)
     assert re.search(expected, compare_with_pipeline(tmp_path, ours))
+
+
+def test_latents_are_not_the_same_if_they_differ_by_half_of_their_spread(tmp_path):
+    class Latents(PixelCodec):
+        bounded = False
+
+    pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
+    sentences = []
+    for i, times in enumerate((Stride(), Sections())):
+        solver = DDIM(10, times=times, clip=False)
+        ours = module(dit(), solver=solver, num_classes=3, image_shape=(4, 8, 8))
+        write(tmp_path / str(i), ours, DIT)
+        ours.codec = Latents()
+        sentences.append(compare_with_pipeline(tmp_path / str(i), ours))
+    assert "their latents are the same" in sentences[0]
+    assert re.search(r"their latents are not the same: they differ by at most 0\.", sentences[1])
 
 
 @pytest.mark.quick("solver1")

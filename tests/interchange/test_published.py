@@ -123,6 +123,13 @@ def test_the_arguments_of_published_networks_are_found(name):
     assert {name: inferred[name] for name in arguments} == arguments
 
 
+@pytest.mark.parametrize("null_class", [True, False])
+def test_the_last_row_of_labels_of_a_uvit_is_a_class_or_for_none(null_class):
+    state, overrides = published("uvit_cond"), {"num_heads": 2, "null_class": null_class}
+    network = build_network(*infer(state, "uvit", overrides))
+    assert network.num_classes == len(state["label_emb.weight"]) - null_class
+
+
 def test_the_arguments_of_a_dit_are_found():
     state = meta(lambda: DiT(32, 4, 8, 2, 1152, 28, 16, num_classes=1000))
     network_class, arguments = infer(state, "dit", {"num_heads": 16})

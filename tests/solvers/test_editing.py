@@ -78,6 +78,15 @@ def test_a_sample_that_begins_at_an_image_is_where_the_flow_takes_it(solver, pro
     close(end, expected, rtol=0, atol=0.03)
 
 
+def test_a_refusal_is_the_same_where_a_sample_begins_at_an_image():
+    solver, messages = DPMSolverPP(5, times=LogSNR(noisiest=99.0)), []
+    for process in (COSINE, NoisedImagePrior(COSINE, Z(SHAPE, 1))):
+        with pytest.raises(ValueError, match="noisiest must be below") as caught:
+            solver.sample(gaussian_denoiser(COSINE), process, Z(SHAPE, 2), no_noise)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 def test_little_strength_keeps_the_image():
     x0 = 0.3 + 0.5 * Z(SHAPE, 1)
     ends = [

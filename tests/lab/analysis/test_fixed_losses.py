@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,14 @@ def test_images_are_even_over_the_set_and_encoded(loaded):
     images, expected, _ = DIGITS.fetch([0] * 5, index.tolist())
     torch.testing.assert_close(x0, images / 127.5 - 1)
     assert torch.equal(labels, expected)
+
+
+def test_augmented_images_are_those_of_the_first_epoch(loaded):
+    mirrored = replace(DIGITS, flip=True, seed=3)
+    x0, _, index = fixed_batch(loaded.module, mirrored, 9)
+    images, *_ = mirrored.__getitems__(index.tolist())  # an index is a key of epoch 0
+    torch.testing.assert_close(x0, images / 127.5 - 1)
+    assert not torch.equal(x0, fixed_batch(loaded.module, DIGITS, 9)[0])
 
 
 def test_losses_are_of_their_level_or_of_a_level_by_index(loaded):

@@ -116,6 +116,9 @@ def test_the_picture_shows_the_density(monkeypatch):
     draw_spectra({"u": spectrum}, Path("a.png"))
     at, density = figures[0].axes[0].lines[0].get_data()
     np.testing.assert_allclose(density, spectrum.density(at, width=0.02))
+    lowest, highest = figures[0].axes[0].get_ylim()
+    assert lowest < density.max() < highest
+    assert all(lowest < height < highest for height in figures[0].axes[0].lines[1].get_ydata())
 
 
 class Cut(torch.autograd.Function):
