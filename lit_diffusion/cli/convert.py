@@ -145,7 +145,7 @@ def _import(options: Sequence[str]) -> None:
             parser.error(f"unrecognized arguments: {other}")
         try:
             arguments[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):  # also an integer of thousands of digits
             raise ValueError(f"{other} must be --network.NAME=VALUE in YAML; quote it.") from None
     check_exists("file", args.file)
     from lit_diffusion.files import atomic_write_text

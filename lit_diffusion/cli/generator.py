@@ -202,7 +202,7 @@ def parse_solver(text: str) -> dict[str, Any]:
     """Class path and arguments of a solver from YAML, a class path, or a name in any case."""
     spec = {"class_path": text}
     if text.lstrip().startswith("{"):
-        with suppress(yaml.YAMLError):
+        with suppress(yaml.YAMLError, ValueError):  # also an integer of thousands of digits
             spec = yaml.safe_load(text)
     name = str(spec.get("class_path"))
     if "." in name:

@@ -379,7 +379,10 @@ def usable_device(name: str | None) -> "torch.device":
         gpu = f"cuda:{os.environ.get('LOCAL_RANK') or 0}"  # torchrun starts a process for each GPU
         name = gpu if torch.cuda.is_available() else "cpu"
     try:
-        return torch.empty(0, device=name).device
+        device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
         reason = str(error).split("\n")[0].rstrip(".")
         raise ValueError(f"--device {name} cannot be used here: {reason}.") from error
+    if device.type == "meta":
+        raise ValueError("--device meta holds no numbers; use cpu, cuda or cuda:1.")
+    return device

@@ -265,7 +265,9 @@ def split_rows(
 
 
 def require_at_least(least: int, **values: int) -> None:
-    """Raise ValueError if one of the values, passed by name, is below `least`."""
+    """Raise ValueError if one of the values, passed by name, is below `least`, or above 64 bits."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} must be >= {least}, got {value}.")
+        if value >= 2**63:
+            raise ValueError(f"{name} must be below 2^63, got {value}.")

@@ -103,6 +103,7 @@ def test_a_checkpoint_of_another_sort_is_refused(run):
         ),
         (f"{IMPORT} --network.num_heads=5", "num_heads"),
         (f"{IMPORT} --network.num_heads=[", "--network.num_heads=[ must be --network.NAME=VALUE"),
+        (f"{IMPORT} --network.num_heads={'9' * 5000}", "must be --network.NAME=VALUE in YAML"),
         (f"{IMPORT} --network.num_heads", "there is no option 'network.num_heads'"),
         (f"{IMPORT} --network.num_heads=4 --network.wings=2", "DiT cannot be built"),
         ("convert export --checkpoint run --out x --vae vae", "--vae vae belongs to --format diff"),

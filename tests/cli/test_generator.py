@@ -75,6 +75,7 @@ def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
         "--solver Heun --solver.stepz 3": "no argument 'stepz'. Did you mean 'steps'?",
         "--solver '{class_path: lit_diffusion.solvers.HeunToo}'": "HeunToo",
         "--solver '{steps: [}'": "a solver must be one of DDIM",
+        f"--solver '{{steps: {'9' * 5000}}}'": "a solver must be one of DDIM",
         "--solver.steps many": "--solver.steps: Expected an int, got many.",
         "--solver lit_diffusion.grids.Karras": "does not implement protocol Solver",
     }.items():

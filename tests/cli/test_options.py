@@ -105,3 +105,6 @@ def test_each_process_of_a_launcher_takes_its_own_gpu(monkeypatch):
         assert names == [device]
     monkeypatch.undo()
     assert usable_device("cpu") == torch.device("cpu")
+    for odd in ("meta", "cuda:97", "abacus"):
+        with pytest.raises(ValueError, match=f"--device {odd} "):
+            usable_device(odd)

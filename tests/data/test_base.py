@@ -242,6 +242,7 @@ def test_the_split_that_is_tested_is_named(caplog):
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"batch_size": 10**30}, r"batch_size must be below 2\^63, got 10"),
         ({"num_workers": -1}, "num_workers must be >= 0, got -1"),
         ({"num_predict": 0}, "num_predict must be >= 1, got 0"),
         ({"num_workers": 10**6}, "num_workers must be at most 16 for each of the"),
