@@ -114,7 +114,7 @@ class Steps:
         peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
         free_memory()
         row = {"wall_ms": wall_ms, "images": self.steps[name].images, "peak_gib": peak}
-        return row | ({"loss": float(loss)} if isinstance(loss, torch.Tensor) else {})
+        return row | ({"loss": float(loss.detach())} if isinstance(loss, torch.Tensor) else {})
 
     def profile(self, name: str, num: int = 3) -> dict[str, Any]:
         """Milliseconds of kernels a step, their number, and the milliseconds by kind."""
