@@ -35,7 +35,7 @@ class Run:
     channel: Channel
     precision: str
     block: int = 10
-    blocks: int = 9  # of each kind, of which the first is not counted
+    blocks: int = 7  # of each kind, of which the first is not counted
 
 
 run: Run
@@ -44,13 +44,10 @@ run: Run
 def fits(tiny: bool) -> dict[str, Body]:
     digits = ["--config", str(CONFIGS / "digits.yaml"), "--trainer.callbacks.SampleGrid=null"]
     digits += ["--trainer.callbacks.FIDEvaluation=null"]
-    cifar10 = [
-        "--config",
-        str(CONFIGS / "cifar10-improved.yaml"),
-        "--data=fit_overhead.NoiseImages",
-    ]
-    cifar10 += ["--trainer.callbacks.FIDEvaluation=null", "--trainer.precision=bf16-mixed"]
-    cifar10 += ["--model.init_args.channels_last=true", "--data.init_args.batch_size=128"]
+    cifar10 = ["--config", str(CONFIGS / "cifar10-improved.yaml")]
+    cifar10 += ["--config", str(CONFIGS / "fragments/gpu.yaml")]
+    cifar10 += ["--data=fit_overhead.NoiseImages", "--data.init_args.batch_size=128"]
+    cifar10 += ["--trainer.callbacks.FIDEvaluation=null"]
     if tiny:
         _, sizes = TINY["cifar10-improved"]
         cifar10 += [f"--model.init_args.network.init_args.{k}={v}" for k, v in sizes.items()]
@@ -74,7 +71,7 @@ def fit(options: list[str], precision: str, compiles: bool, tiny: bool) -> Body:
         common = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}"]
         common += [f"--trainer.default_root_dir={tempfile.mkdtemp()}", "--trainer.max_steps=10000"]
         common += ["--trainer.val_check_interval=10000", "--trust", "fit_overhead"]
-        common += ["--model.init_args.compile=default"] if compiles else []
+        common += [f"--model.init_args.compile={'default' if compiles else 'null'}"]
         code = main(["fit", *options, "--trainer.callbacks+=fit_overhead.Alternate", *common])
         raise RuntimeError(f"fit ended with {code}")
 
@@ -189,10 +186,10 @@ class Waits(AbstractContextManager[None]):
 
     def record(self, message: Any, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
-            frames = [f for f in traceback.extract_stack() if "warnings" not in f.filename]
-            names = [f for f in frames if "lit_diffusion" in f.filename] or frames
-            file = names[-1].filename.rpartition("site-packages/")[2][-60:]
-            self.places[f"{file}:{names[-1].lineno}"] += 1
+            frames = [f for f in traceback.extract_stack() if "/warnings.py" not in f.filename]
+            ours = [f for f in frames if "lit_diffusion" in f.filename]
+            places = [f"{f.filename[-50:]}:{f.lineno}" for f in (*frames[-3:-1], *ours[-1:])]
+            self.places[" > ".join(places)] += 1
 
     def __exit__(self, *_: Any) -> None:
         torch.cuda.set_sync_debug_mode("default")

@@ -65,69 +65,63 @@ class Step:
 
     run: Callable[[], Any]
     images: int
-    is_eager: bool = True  # whether its floating-point operations can be counted
+    release: Callable[[], None] = lambda: None  # gives memory back that the next call allocates
+    counts_flops: bool = False  # whether it is eager and its operations are known to torch
 
 
-class Steps:
-    """Steps of one process, which share weights; they are timed when their turn comes."""
+class Turns:
+    """A step in its process, which is timed when its turn comes."""
 
-    def __init__(self, steps: dict[str, Step], counts_flops: bool = True) -> None:
-        self.steps, self.counts_flops = steps, counts_flops
+    def __init__(self, step: Step) -> None:
+        self.step = step
 
     def serve(self, channel: Channel) -> None:
-        """Do each step once, say so, and answer requests for ever."""
-        first_seconds = {name: self._first(step) for name, step in self.steps.items()}
-        free_memory()
-        channel.reply()
+        """Do the step once, say so, and answer requests for ever."""
+        start = time.perf_counter()
+        while not _fits(self.step.run):  # others may hold the memory for a moment
+            self.free_memory()
+            time.sleep(1)
+        synchronize()
+        first_seconds = time.perf_counter() - start
+        self.free_memory()
+        channel.reply(first_seconds)
         while True:
             name, args = channel.request()
             try:
-                channel.reply(first_seconds if name == "first" else getattr(self, name)(*args))
+                channel.reply(getattr(self, name)(*args))
             except Exception:
                 channel.reply_error()
+            self.free_memory()
 
-    def _first(self, step: Step) -> float:
-        """Seconds of the first step, that of its compilation included."""
-        start = time.perf_counter()
-        while not _fits(step.run):  # others may hold the memory for a moment
-            free_memory()
-            time.sleep(1)
-        synchronize()
-        return time.perf_counter() - start
-
-    def time(self, name: str, seconds: float) -> dict[str, Any]:
-        """Milliseconds of a step in a block of about so many seconds, and the last loss."""
-        run = self.steps[name].run
-        run()
-        synchronize()
-        start = time.perf_counter()
-        run()
-        synchronize()
-        num = min(max(int(seconds / (time.perf_counter() - start)), 3), 50) if seconds else 1
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        for _ in range(num):
-            loss = run()
-        synchronize()
-        wall_ms = 1000 * (time.perf_counter() - start) / num
-        peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    def free_memory(self) -> None:
+        self.step.release()
         free_memory()
-        row = {"wall_ms": wall_ms, "images": self.steps[name].images, "peak_gib": peak}
+
+    def time(self, seconds: float) -> dict[str, Any]:
+        """Milliseconds a step in a block of about so many seconds, and the last loss."""
+        run = self.step.run
+        wall_ms, loss = _timed(run, 1)
+        if wall_ms < 1000 * seconds:  # else a block is this one step
+            wall_ms, _ = _timed(run, 1)
+            num = min(max(int(1000 * seconds / wall_ms), 3), 50)
+            wall_ms, loss = _timed(run, num)
+        row = {"wall_ms": wall_ms, "images": self.step.images, "peak_gib": None}
+        if torch.cuda.is_available():
+            row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return row | ({"loss": float(loss.detach())} if isinstance(loss, torch.Tensor) else {})
 
-    def profile(self, name: str, num: int = 3) -> dict[str, Any]:
+    def profile(self, num: int = 3) -> dict[str, Any]:
         """Milliseconds of kernels a step, their number, and the milliseconds by kind."""
-        run = self.steps[name].run
+        run = self.step.run
         if not torch.cuda.is_available():
             return {}  # there are no kernels
-        run()
+        if num > 1:
+            run()
         synchronize()
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             for _ in range(num):
                 run()
             synchronize()
-        free_memory()
         milliseconds, kernels = Counter[str](), 0
         longest = []
         for event in profiler.key_averages():
@@ -145,13 +139,22 @@ class Steps:
             ],
         }
 
-    def flops(self, name: str) -> float | None:
+    def flops(self) -> float | None:
         """Floating-point operations of a step's matrix products, convolutions and attention."""
-        if not (self.counts_flops and self.steps[name].is_eager):
+        if not self.step.counts_flops:
             return None
         with FlopCounterMode(display=False) as counter:
-            self.steps[name].run()
+            self.step.run()
         return counter.get_total_flops()
+
+
+def _timed(run: Callable[[], Any], num: int) -> tuple[float, Any]:
+    """Milliseconds a step, and what the last of `num` steps returned."""
+    start = time.perf_counter()
+    for _ in range(num):
+        result = run()
+    synchronize()
+    return 1000 * (time.perf_counter() - start) / num, result
 
 
 def _fits(run: Callable[[], Any]) -> bool:

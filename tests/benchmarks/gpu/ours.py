@@ -1,6 +1,5 @@
 """Our modules, as the shipped configs build them, and their training steps."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,9 @@ TINY = {
 """Image shape and network of a config in a size for one core."""
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 CPU_BACKEND = {"backend": "eager"}  # of small networks, which would take minutes to compile
-BLOCKS = ("ResBlock", "AttentionBlock", "DiTBlock")
+MODES = {"compiled": "default", "CUDA graphs": "reduce-overhead"}
+HOWS = ("eager", *MODES, "blocks compiled")
+BLOCKS = ("DiTBlock", "BasicTransformerBlock")
 
 
 def build(config: str, tiny: bool = False, **settings: Any) -> DiffusionModule:
@@ -46,48 +47,37 @@ def ddim(steps: int) -> dict[str, Any]:
     return {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"steps": steps}}
 
 
-def compiled(module: DiffusionModule, mode: str = "default") -> DiffusionModule:
-    """A module with the same weights whose network is compiled."""
-    other = with_network(module, copy.copy(module.network))
-    if torch.cuda.is_available():
-        other.compile_network(mode)
+def compile_(module: DiffusionModule, how: str) -> None:
+    """Compile the network of a module in place, as one of `HOWS`."""
+    if how in MODES and torch.cuda.is_available():
+        module.compile_network(MODES[how])
     else:
-        other.network.compile(**CPU_BACKEND)
-    return other
+        compile_network_(module.network, how)
 
 
-def with_compiled_blocks(module: DiffusionModule) -> DiffusionModule:
-    """A module with the same weights, in whose network each block is compiled by itself.
+def compile_network_(network: nn.Module, how: str) -> None:
+    """Compile any network in place, as one of `HOWS`.
 
-    Blocks of one shape share their code, so that compiling them takes as long as compiling one.
+    Blocks of one shape share their code: compiling them all takes as long as compiling one.
     """
-    torch._dynamo.config.recompile_limit = 64  # a U-Net has many shapes of blocks
-    network = copy.deepcopy(module.network)
-    for name, parameter in module.network.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        network.get_submodule(owner)._parameters[leaf] = parameter
-    for block in network.modules():
-        if type(block).__name__ in BLOCKS:
-            block.compile(**({"dynamic": False} if torch.cuda.is_available() else CPU_BACKEND))
-    return with_network(module, network)
-
-
-def with_network(module: DiffusionModule, network: nn.Module) -> DiffusionModule:
-    """The same module around another network."""
-    other = copy.copy(module)
-    other.__dict__["_modules"] = {**module._modules, "network": network}
-    return other
+    on_gpu = torch.cuda.is_available()
+    if how == "blocks compiled":
+        for block in network.modules():
+            if type(block).__name__ in BLOCKS:
+                block.compile(**({"dynamic": False} if on_gpu else CPU_BACKEND))
+    elif how in MODES:
+        network.compile(**({"mode": MODES[how]} if on_gpu else CPU_BACKEND))
 
 
 class Training:
-    """Optimizer and average of a network's weights."""
+    """Optimizer and average of a network's weights, which use memory only while they are in use."""
 
     def __init__(self, network: nn.Module, optimizer: type = torch.optim.Adam) -> None:
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         no_decay = {"weight_decay": 0.0} if optimizer is torch.optim.AdamW else {}
         fused = torch.cuda.is_available()
         self.optimizer = optimizer(self.parameters, lr=1e-4, fused=fused, **no_decay)
-        self.average = [p.detach().clone() for p in self.parameters]
+        self.average: list[Tensor] = []
 
     @torch.no_grad()
     def update(self, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -97,7 +87,14 @@ class Training:
             scaler.step(self.optimizer)
             scaler.update()
         self.optimizer.zero_grad()
+        self.average = self.average or [p.detach().clone() for p in self.parameters]
         torch._foreach_lerp_(self.average, self.parameters, 1e-4)
+
+    def release(self) -> None:
+        """Give the memory back to others, until the next update."""
+        self.optimizer.zero_grad()
+        self.optimizer.state.clear()
+        self.average = []
 
 
 def loss_of(module: DiffusionModule, inputs: Tensor, labels: Tensor | None) -> Tensor:

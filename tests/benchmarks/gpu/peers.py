@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import device
-from ours import CPU_BACKEND, Training
+from ours import Training
 from torch import Tensor, nn
 
 Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -58,13 +58,6 @@ def diffusers_dit(tiny: bool) -> nn.Module:
         in_channels=4, out_channels=8, patch_size=2, num_embeds_ada_norm=1000, **sizes
     )
     return network.to(device()).train()
-
-
-def compiled(network: nn.Module, mode: str = "default") -> nn.Module:
-    """A network with the same weights, compiled."""
-    fast = copy.copy(network)
-    fast.compile(**({"mode": mode} if torch.cuda.is_available() else CPU_BACKEND))
-    return fast
 
 
 def training_step(

@@ -12,8 +12,8 @@ the order in which they are named. A process that is not ready by then is waited
 
 import argparse
 import os
+import re
 import time
-from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each process
@@ -26,13 +26,12 @@ import fid
 import fit_overhead
 import sampling
 import train
-from diffusers import DDIMScheduler, DiTTransformer2DModel, UNet2DModel  # noqa: F401 - once for all processes
+from diffusers import DDIMScheduler, DiTTransformer2DModel, UNet2DModel  # noqa: F401 - before forks
 from measure import Rows
 from turns import Worker, WorkerError, can_fork
 
 INTERLEAVED = {
     "cifar10": train.cifar10,
-    "cifar10-graphs": partial(train.cifar10, graphs=True),
     "dit": train.dit,
     "sampling": sampling.sampling,
     "imagenet128": train.imagenet128,
@@ -40,7 +39,7 @@ INTERLEAVED = {
 """Sections whose workers take turns."""
 TABLES = {"fit": fit_overhead.fits, "ema": ema.averages, "fid": fid.evaluations}
 """Sections whose workers give their rows at once."""
-SECTIONS = ("cifar10", "dit", "fit", "sampling", "ema", "fid", "cifar10-graphs", "imagenet128")
+SECTIONS = ("cifar10", "dit", "fit", "sampling", "ema", "fid", "imagenet128")
 
 
 def main() -> None:
@@ -53,7 +52,7 @@ def main() -> None:
     parser.add_argument("--after", type=Path, help="measure only when this file exists")
     parser.add_argument("--peers", type=Path, default=Path("peers"))
     parser.add_argument("--commit", default="unknown", help="written into every row")
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--only", default="", help="variants whose 'SECTION: NAME' it finds")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     options.sections = options.sections or SECTIONS
@@ -68,7 +67,11 @@ def main() -> None:
     workers = {"ceilings": [Worker("ceilings", ceilings.ceilings, options.tiny, method)]}
     for section in options.sections:
         make_bodies = (INTERLEAVED | TABLES)[section]
-        names = [name for name in make_bodies(options.tiny) if options.only in name]
+        names = [
+            name
+            for name in make_bodies(options.tiny)
+            if re.search(options.only, f"{section}: {name}")
+        ]
         workers[section] = [Worker(name, make_bodies, options.tiny, method) for name in names]
     deadline, ready_by = start + options.budget, start + min(options.prepare, options.budget)
     try:

@@ -3,35 +3,34 @@
 import ours
 import peers
 import torch
-from measure import Step, Steps, device
+from measure import Step, Turns, device
 from turns import Body, Channel
 
 
 def sampling(tiny: bool) -> dict[str, Body]:
     images, steps = (4, 3) if tiny else (512, 50)
 
-    def our_generate(mode: str | None) -> Body:
+    def our_generate(how: str) -> Body:
         def body(channel: Channel) -> None:
             solver = ours.ddim(steps)
             module = ours.build("cifar10-improved", tiny, solver=solver, channels_last=True)
             module.eval()
-            if mode is not None:
-                module = ours.compiled(module, mode)
+            ours.compile_(module, how)
 
             def generate() -> None:
                 with torch.autocast(device().type, torch.bfloat16):
                     module.generate(range(images))
 
-            Steps({"step": Step(generate, images)}, counts_flops=False).serve(channel)
+            Turns(Step(generate, images)).serve(channel)
 
         return body
 
-    def their_loop(mode: str | None) -> Body:
+    def their_loop(how: str) -> Body:
         def body(channel: Channel) -> None:
             from diffusers import DDIMScheduler
 
             network = peers.diffusers_unet(tiny).eval()
-            network = network if mode is None else peers.compiled(network, mode)
+            ours.compile_network_(network, how)
             scheduler = DDIMScheduler(beta_schedule="linear", clip_sample=True)
             scheduler.set_timesteps(steps)
             size = 8 if tiny else 32
@@ -45,13 +44,9 @@ def sampling(tiny: bool) -> dict[str, Body]:
                         x = scheduler.step(output, t, x).prev_sample
                 ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
-            Steps({"step": Step(generate, images)}, counts_flops=False).serve(channel)
+            Turns(Step(generate, images)).serve(channel)
 
         return body
 
-    return {
-        "ours, eager": our_generate(None),
-        "diffusers, eager": their_loop(None),
-        "ours, compiled": our_generate("default"),
-        "diffusers, compiled": their_loop("default"),
-    }
+    bodies = {f"ours, {how}": our_generate(how) for how in ("eager", "compiled")}
+    return bodies | {f"diffusers, {how}": their_loop(how) for how in ("eager", "compiled")}

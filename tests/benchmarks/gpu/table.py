@@ -20,7 +20,6 @@ TRAINING = {
 COLUMNS = {
     "ceilings": {"device_ms": "ms", "tflops": "TFLOP/s", "gb_per_s": "GB/s"},
     "cifar10": TRAINING,
-    "cifar10-graphs": TRAINING,
     "dit": TRAINING,
     "imagenet128": TRAINING,
     "sampling": {

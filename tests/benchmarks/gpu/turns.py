@@ -7,7 +7,6 @@ all alike.
 
 import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -53,8 +52,8 @@ class Worker:
     def __init__(
         self, name: str, make_bodies: Callable[[bool], dict[str, Body]], tiny: bool, method: str
     ) -> None:
-        self.name, self._is_ready, self._start = name, False, time.perf_counter()
-        self.seconds_to_ready = 0.0
+        self.name, self._is_ready = name, False
+        self.first_reply: Any = None
         context = multiprocessing.get_context(method)
         self._connection, other = context.Pipe()
         self._process = context.Process(target=_run, args=(name, make_bodies, tiny, other))
@@ -64,9 +63,8 @@ class Worker:
     def wait(self, seconds: float) -> None:
         """Wait until the process is ready. Raises WorkerError if it is not by then, or failed."""
         if not self._is_ready:
-            self._receive(seconds)
+            self.first_reply = self._receive(seconds)
             self._is_ready = True
-            self.seconds_to_ready = time.perf_counter() - self._start
 
     def call(self, seconds: float, name: str, *args: Any) -> Any:
         """The reply to a request, which must come within some seconds."""
