@@ -1,13 +1,21 @@
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from support.plain_module import make_trainer
+from support.resuming import Recipe, assert_undisturbed
+from support.small_networks import NETWORKS, small
 from support.tiny_diffusion import images, tiny_diffusion
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.testing import assert_close
 
 from lit_diffusion.modules.compiled import check_accumulation
+
+NUM_CLASSES = 10  # of the networks of `small`
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +53,65 @@ def test_only_a_fit_compiles(tmp_path):
     assert list(module.state_dict()) == list(tiny_diffusion().state_dict())
     assert not is_compiled(copy.deepcopy(module))
     assert pickle.loads(pickle.dumps(module.network))._compiled_call_impl is None
+
+
+class Samples(Callback):
+    """Generates batches of several sizes, and notes how many graphs there are after each epoch."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        for size in (4, 7, 12):
+            pl_module.generate(range(size))
+        self.graphs.append(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sizes_of_batches_compile_once(tmp_path, monkeypatch, name):
+    """A graph for each size of a training batch, 8 and 6, and one for validation and samples."""
+    compile_by = partial(nn.Module.compile, backend="aot_eager", fullgraph=True)  # in seconds
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode, **how: compile_by(self, **how))
+    changes = {"channel_mult": (1,), "attention_downsample": (1,)} if name == "unet" else {}
+    network = small(name, out_channels=1, **changes)
+    module = tiny_diffusion(network=network, num_classes=NUM_CLASSES, compile="default")
+    spy = Samples()
+    make_trainer(tmp_path, spy, max_epochs=2).fit(module, images(22, 8), images(13, 5))
+    assert spy.graphs == [3, 3]
+    assert counters["graph_break"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
+def test_losses_and_gradients_are_those_of_the_eager_network(name):
+    changes = {"model_channels": 8, "channel_mult": (1,), "attention_downsample": (1,)}
+    changes = changes if name == "unet" else {"width": 16, "depth": 2}
+    network = small(name, out_channels=1, **changes)
+    module = tiny_diffusion(network=network, num_classes=NUM_CLASSES)
+    x0, noise = torch.randn(2, 4, 1, 8, 8)
+    batch = (x0, torch.tensor([-1, 3, 0, 9]), torch.tensor([0.0, 3, 50, 99]).double(), noise)
+
+    def losses_and_gradients():
+        module.zero_grad()
+        losses = module.per_sample_loss(*batch)
+        losses.mean().backward()
+        return losses, *(p.grad for p in module.parameters())
+
+    expected = losses_and_gradients()
+    module.compile_network()
+    for compiled, eager in zip(losses_and_gradients(), expected, strict=True):
+        assert_close(compiled, eager, rtol=1e-5, atol=1e-5 * eager.abs().max())
+
+
+def freshly_compiled():
+    """As in a new process, a compiled network with dropout."""
+    torch.compiler.reset()
+    return tiny_diffusion(compile="default", num_classes=None, label_dropout=0.0)
+
+
+@pytest.mark.slow
+def test_a_compiled_fit_that_died_is_resumed_to_the_last_bit(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callbacks = ("EMA", "SampleGrid", "FiniteUpdates")
+    assert_undisturbed(tmp_path, Recipe(callbacks, module=freshly_compiled), batch=4)
