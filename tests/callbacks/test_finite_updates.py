@@ -10,6 +10,7 @@ from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer, trainable
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from lit_diffusion.callbacks import EMA, FiniteUpdates, finite_updates
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
@@ -49,7 +50,12 @@ class State(Callback):
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
         ema = None if self.ema is None else self.ema.state_dict()
         buffers = dict(module.named_buffers())
-        self.snapshots.append(copy.deepcopy((trainable(module), optimizers, ema, buffers)))
+        state = copy.deepcopy((trainable(module), optimizers, ema, buffers))
+        self.snapshots.append(on_cpu(state))
+
+
+def on_cpu(nested):
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, nested)
 
 
 def fit(folder, module, guard, *callbacks, data=None, **options):
@@ -441,7 +447,7 @@ def test_weights_that_the_last_update_ruined_are_logged_as_a_loss_of_nan_and_not
 @pytest.fixture
 def deferred(monkeypatch):
     """As on CUDA: a fused optimizer of the CPU skips by the same attribute."""
-    monkeypatch.setattr(finite_updates, "_DEFERRING_DEVICES", ("cpu",))
+    monkeypatch.setattr(finite_updates, "_DEFERRING_DEVICES", ("cpu", "cuda"))
 
 
 def fused_adam(params, lr):
@@ -457,21 +463,22 @@ def stop(folder, module, *callbacks, **options):
     return str(error.value), logger
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("where", ["losses", "gradients"])
-def test_the_device_skips_all_updates_from_the_bad_one_on(tmp_path, deferred, where):
+def test_the_device_skips_all_updates_from_the_bad_one_on(tmp_path, deferred, where, device):
     """They stay those of a run that waits, and so do the message, the file and the log."""
     results = []
     for fused in (True, False):
         module = Spoilt(optimizer=fused_adam if fused else torch.optim.AdamW, **{where: (5,)})
         ema = EMA((0.9,), buffers=True)
         state = State(ema)
-        message, logger = stop(tmp_path, module, ema, state)
+        message, logger = stop(tmp_path, module, ema, state, accelerator=device)
         assert len(state.snapshots) == 1 + (10 if fused else 6)
         optimizer = module.trainer.optimizers[0]
         assert not hasattr(optimizer, "found_inf")
         assert_same_bits(optimizer.state_dict()["state"], state.snapshots[5][1][0]["state"])
         assert_same_bits(trainable(module), state.snapshots[5][0])
-        assert_same_bits(ema.state_dict(), state.snapshots[5][2])
+        assert_same_bits(on_cpu(ema.state_dict()), state.snapshots[5][2])
         assert ema.steps == 5
         assert_same_bits(dict(module.named_buffers()), state.snapshots[5][3])
         results.append([message, logger.of("train/loss"), dump(tmp_path)["non_finite"]])

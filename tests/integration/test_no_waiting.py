@@ -194,30 +194,35 @@ def test_a_step_that_waits_is_seen(watched):
 @contextlib.contextmanager
 def record_waits(waits):
     """Append the lines of code that wait for the GPU."""
+
+    def show(message, *_, **__):
+        if "synchronizing" in str(message):
+            waits.append(where("wait"))
+
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
+            warnings.showwarning = show
             yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    texts = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
-    waits += texts
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("callbacks", [CURRICULUM, RESAMPLER], ids=["curriculum", "resampler"])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_step_of_fit_on_a_gpu_waits_for_nothing(tmp_path, monkeypatch, callbacks, precision):
+@pytest.mark.parametrize(
+    ("precision", "callbacks"),
+    [("32-true", CURRICULUM), ("bf16-mixed", RESAMPLER), ("16-mixed", CURRICULUM)],
+    ids=["32-true", "bf16-mixed", "16-mixed"],
+)
+def test_a_step_of_fit_on_a_gpu_waits_for_nothing(tmp_path, monkeypatch, precision, callbacks):
     waits = []
     watched = Watched(monkeypatch, partial(record_waits, waits), first=10)
     options = {"accelerator": "gpu", "devices": 1, "precision": precision}
     fit(tmp_path, monkeypatch, callbacks, **options)
-    assert watched.steps == 18
-    if precision == "16-mixed":  # that of the GradScaler
-        assert len(waits) <= watched.steps, Counter(waits)
-    else:
-        assert waits == []
+    most = watched.steps if precision == "16-mixed" else 0  # that of the GradScaler
+    assert len(waits) <= most, Counter(waits).most_common(8)
+    assert watched.steps == 17
 
 
 class TwoOutputs(TinyNetwork):
@@ -260,7 +265,7 @@ def test_sampling_on_a_gpu_waits_once_at_its_end(module):
     with record_waits(waits):
         images = module.generate(range(4))
     assert len(waits) == 1, waits  # whether all samples are finite
-    assert (images.cpu().int() - expected.int()).abs().max() <= 2
+    assert (images.cpu().int() - expected.int()).abs().max() <= 4
 
 
 @pytest.mark.gpu
