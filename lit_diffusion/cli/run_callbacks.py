@@ -150,7 +150,7 @@ def _set_argument(callback: dict[str, Any], path: Sequence[str], text: str, opti
     """Set an argument of a callback, or of an object nested in it, to a value in YAML."""
     try:
         value = get_loader("yaml")(text)
-    except YAMLError as error:
+    except (YAMLError, ValueError) as error:  # also an integer of thousands of digits
         raise ValueError(f"{option}: the value {text} is no YAML.") from error
     if value is None and text not in ("null", "None", "~"):  # as of an unset variable of the shell
         raise ValueError(f"{option} needs a value: {option}=VALUE.")

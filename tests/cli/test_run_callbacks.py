@@ -125,6 +125,7 @@ def test_arguments_of_arguments_are_reached(option):
         ("FIDEvaluation.extractor.a=2", "extractor is 'x', which has no arguments"),
         ("EMA.warmup=", "EMA.warmup needs a value"),
         ("EMA.decays=[0.9", "the value .* is no YAML"),
+        (f"EMA.decays={'9' * 5000}", "^--trainer.callbacks.EMA.decays: the value 9+ is no YAML"),
     ],
 )
 def test_mistakes_name_the_option_and_the_fix(option, message):
