@@ -13,6 +13,8 @@ the order in which they are named. A process that is not ready by then is waited
 import argparse
 import os
 import re
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -58,44 +60,53 @@ def main() -> None:
     options.sections = options.sections or SECTIONS
     if wrong := [name for name in options.sections if name not in SECTIONS]:
         parser.error(f"there is no section {wrong[0]}; choose from {', '.join(SECTIONS)}")
-    start = time.time()
     os.environ["LIT_DIFFUSION_PEERS"] = str(options.peers.resolve())
     options.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(options.out / "results.jsonl", commit=options.commit)
-
-    method = "fork" if can_fork() else "spawn"
-    workers = {"ceilings": [Worker("ceilings", ceilings.ceilings, options.tiny, method)]}
-    for section in options.sections:
-        make_bodies = (INTERLEAVED | TABLES)[section]
-        names = [
-            name
-            for name in make_bodies(options.tiny)
-            if re.search(options.only, f"{section}: {name}")
-        ]
-        workers[section] = [Worker(name, make_bodies, options.tiny, method) for name in names]
-    deadline, ready_by = start + options.budget, start + min(options.prepare, options.budget)
+    start = time.time()
+    workers = start_workers(options)
     try:
-        while options.after and not options.after.exists() and time.time() < deadline:
+        while options.after and not options.after.exists():
             time.sleep(0.2)
-        matmul_tflops = write_ceilings(workers["ceilings"], rows, deadline)
-        for section in options.sections:
-            ready = wait_for(section, workers[section], rows, ready_by)
-            try:
-                if section in TABLES:
-                    write_tables(section, ready, rows, deadline)
-                else:
-                    seconds = 0.1 if options.tiny else 1.0
-                    train.interleave(
-                        section, ready, rows, deadline, matmul_tflops, seconds, options.rounds
-                    )
-            except WorkerError as error:
-                rows.write(section, "(section)", error=str(error)[-1500:])
-            for worker in workers.pop(section):
-                worker.close()
+        measure(options, workers, rows, start)
     finally:
         for worker in [each for group in workers.values() for each in group]:
             worker.close()
     rows.write("run", "(end)", seconds=round(time.time() - start, 1))
+
+
+def start_workers(options: argparse.Namespace) -> dict[str, list[Worker]]:
+    """Start the processes of each section."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # and end the processes
+    method = "fork" if can_fork() else "spawn"
+    workers = {"ceilings": [Worker("ceilings", ceilings.ceilings, options.tiny, method)]}
+    for section in options.sections:
+        make_bodies = (INTERLEAVED | TABLES)[section]
+        names = {f"{section}: {name}": name for name in make_bodies(options.tiny)}
+        workers[section] = [
+            Worker(name, make_bodies, options.tiny, method)
+            for full_name, name in names.items()
+            if re.search(options.only, full_name)
+        ]
+    return workers
+
+
+def measure(
+    options: argparse.Namespace, workers: dict[str, list[Worker]], rows: Rows, start: float
+) -> None:
+    """Measure section by section, and end the processes of each."""
+    deadline, ready_by = start + options.budget, start + min(options.prepare, options.budget)
+    matmul_tflops = write_ceilings(workers["ceilings"], rows, deadline)
+    for section in options.sections:
+        ready = wait_for(section, workers[section], rows, ready_by)
+        if section in TABLES:
+            write_tables(section, ready, rows, deadline)
+        else:
+            seconds = 0.1 if options.tiny else 1.0
+            rounds = options.rounds
+            train.interleave(section, ready, rows, deadline, matmul_tflops, seconds, rounds)
+        for worker in workers.pop(section):
+            worker.close()
 
 
 def write_ceilings(workers: list[Worker], rows: Rows, deadline: float) -> float | None:
