@@ -22,7 +22,7 @@ KINDS = {
     "fused by inductor": r"^triton_",
     "matmul, convolution, attention": r"gemm|conv|xmma|cutlass|sm[89]0|nvjet|flash|fmha|cudnn"
     "|cublas|dgrad|wgrad|splitk",
-    "norms": r"norm|moments|gammabeta|computeinternalgradients",
+    "norms": r"norm|moments|gammabeta|computeinternalgradients|_(forward|backward)_kernel",
     "random numbers": r"random|dropout|distribution|philox",
     "reductions": r"reduce",
     "elementwise": r"elementwise|vectorized",

@@ -44,6 +44,11 @@ COLUMNS = {
         "peak_gib": "GiB",
     },
 }
+ORDER = (
+    *("matmul, convolution, attention", "fused by inductor", "norms", "elementwise", "copies"),
+    *("reductions", "random numbers", "optimizer and EMA", "other"),
+)
+"""Kinds of kernels, as in `measure.KINDS`."""
 PERCENT = ("device_matmul_share", "overhead")
 
 
@@ -62,16 +67,31 @@ def cell(column: str, value: Any) -> str:
 
 
 def table(path: Path, section: str) -> list[str]:
-    columns = COLUMNS[section]
+    """The rows of a section; nothing if there are none."""
+    rows, columns = last_rows(path, section), COLUMNS[section]
     lines = [f"| {section} | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
-    for variant, row in last_rows(path, section).items():
+    for variant, row in rows.items():
         cells = [cell(column, row.get(column)) for column in columns]
         lines.append(f"| {variant} | {' | '.join(cells)} |")
-    return lines
+    return lines if rows else []
+
+
+def kinds_table(path: Path, section: str) -> list[str]:
+    """Milliseconds a step on the device by kind of kernel; nothing if there are none."""
+    rows = {
+        name: row["kinds_ms"] for name, row in last_rows(path, section).items() if "kinds_ms" in row
+    }
+    kinds = sorted({kind for row in rows.values() for kind in row}, key=ORDER.index)
+    lines = [f"| {section}, ms by kind of kernel | {' | '.join(kinds)} |"]
+    lines += ["|---" * (len(kinds) + 1) + "|"]
+    for variant, row in rows.items():
+        lines.append(f"| {variant} | {' | '.join(f'{row.get(kind, 0):.1f}' for kind in kinds)} |")
+    return lines if rows else []
 
 
 if __name__ == "__main__":
     file, *sections = sys.argv[1:]
     for name in sections or COLUMNS:
-        if last_rows(Path(file), name):
-            print("\n".join([*table(Path(file), name), ""]))
+        for make in (table, kinds_table):
+            if lines := make(Path(file), name):
+                print("\n".join([*lines, ""]))
