@@ -5,14 +5,14 @@
 As separate operations under autocast this reads and writes the activations many times, with copies
 to float32 and, on CUDA, out of the channels_last format. There are three ways to compute it:
 
-- in eager execution on CUDA, one Triton kernel for each direction (`fused_norm_triton`);
-- inside `torch.compile`, a formula that the compiler fuses (`affine_group_norm_silu`);
+- on CUDA, one Triton kernel for each direction (`fused_norm_triton`), compiled steps included;
+- elsewhere inside `torch.compile`, a formula that the compiler fuses (`affine_group_norm_silu`);
 - otherwise, torch's operations (`separate_group_norm_silu`): on the CPU, in float64, for
   forward-mode differentiation and for derivatives of gradients.
 """
 
 from functools import cache
-from types import ModuleType
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -54,15 +54,15 @@ def group_norm_silu(
         >>> group_norm_silu(x, weight, bias, num_groups=4, eps=1e-5).shape
         torch.Size([2, 8, 4, 4])
     """
-    tensors = (x, weight, bias, scale, shift)
-    if torch.compiler.is_compiling():
-        return affine_group_norm_silu(*tensors, num_groups, eps, silu)
-    if x.is_cuda and x.dtype != torch.float64 and not _is_transformed(*tensors):
-        kernels = _triton_kernels(x.device)
-        if kernels is not None:
-            output: Tensor = kernels.GroupNormSiLU.apply(*tensors, num_groups, eps, silu)
-            return output
-    return separate_group_norm_silu(*tensors, num_groups, eps, silu)
+    arguments = (x, weight, bias, scale, shift, num_groups, eps, silu)
+    is_compiling = torch.compiler.is_compiling()
+    if _has_kernels(x.device, x.dtype) and (is_compiling or not _is_transformed(*arguments[:5])):
+        from lit_diffusion.networks.fused_norm_triton import GroupNormSiLU
+
+        return cast(Tensor, GroupNormSiLU.apply(*arguments))
+    if is_compiling:
+        return affine_group_norm_silu(*arguments)
+    return separate_group_norm_silu(*arguments)
 
 
 def separate_group_norm_silu(
@@ -129,13 +129,19 @@ def _is_transformed(*tensors: Tensor | None) -> bool:
     return any(dual.tangent is not None for dual in duals)
 
 
+@torch.compiler.assume_constant_result
+def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `fused_norm_triton` supports these."""
+    return device.type == "cuda" and dtype != torch.float64 and _import_kernels(device)
+
+
 @cache
-def _triton_kernels(device: torch.device) -> ModuleType | None:
-    """The module `fused_norm_triton`; None without Triton or on a GPU without bfloat16."""
+def _import_kernels(device: torch.device) -> bool:
+    """Whether there is Triton, and a GPU with bfloat16."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) < (8, 0):
-        return None
+        return False
     try:
-        from lit_diffusion.networks import fused_norm_triton
+        from lit_diffusion.networks import fused_norm_triton  # noqa: F401
     except ImportError:
-        return None
-    return fused_norm_triton
+        return False
+    return True

@@ -13,7 +13,7 @@ Shapes: x (N, C, P) in either format; mean and rstd (N, G) float32 of G groups.
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -28,58 +28,41 @@ NUM_WARPS = 8
 
 
 class GroupNormSiLU(torch.autograd.Function):
-    """The operation `group_norm_silu`, with a backward pass that can be differentiated."""
+    """The operation `group_norm_silu`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        scale: Tensor | None,
-        shift: Tensor | None,
-        num_groups: int,
-        eps: float,
-        silu: bool,
-    ) -> Tensor:
-        """(N, C, ...), (C,), (C,), (N, C), (N, C) -> (N, C, ...)."""
-        y: Tensor
-        y, mean, rstd = torch.ops.lit_diffusion.group_norm_silu.default(
-            x, weight, bias, scale, shift, num_groups, eps, silu
-        )
-        ctx.save_for_backward(x, weight, bias, scale, shift, mean, rstd)
-        ctx.options = num_groups, eps, silu
-        return y
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        """All arguments of `separate_group_norm_silu`."""
+        y, mean, rstd = torch.ops.lit_diffusion.group_norm_silu.default(x, *arguments)
+        ctx.save_for_backward(x, *arguments[:4], mean, rstd)
+        ctx.options = arguments[4:]
+        return cast(Tensor, y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight, bias, scale and shift."""
+        """Gradients of x, weight, bias, scale and shift, and None for the options."""
         *inputs, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _differentiable_gradients(inputs, ctx.needs_input_grad, ctx.options, dy)
-            return (*gradients, None, None, None)
-        _, _, silu = ctx.options
+            return (*_differentiable_gradients(inputs, ctx.options, dy), None, None, None)
         dx, sums, dscale, dshift = torch.ops.lit_diffusion.group_norm_silu_backward.default(
-            dy, *inputs, mean, rstd, silu
+            dy, *inputs, mean, rstd, ctx.options[2]
         )
         _, weight, bias, scale, _ = inputs
         dbias, dweight = sums.sum(1).unbind()
-        affine = dweight.to(weight.dtype), dbias.to(bias.dtype)
-        return (dx, *affine, *((None, None) if scale is None else (dscale, dshift)), *3 * [None])
+        of_scale = (None, None) if scale is None else (dscale, dshift)
+        return (dx, dweight.to(weight.dtype), dbias.to(bias.dtype), *of_scale, None, None, None)
 
 
 def _differentiable_gradients(
-    inputs: list[Tensor | None], needed: tuple[bool, ...], options: tuple[Any, ...], dy: Tensor
+    inputs: list[Tensor | None], options: tuple[Any, ...], dy: Tensor
 ) -> list[Tensor | None]:
     """Gradients with a graph, by torch's operations."""
     # Aliases, since an input may itself be computed from another (a norm that is applied twice).
     inputs = [t if t is None else t.view_as(t) for t in inputs]
     y = separate_group_norm_silu(*inputs, *options)  # type: ignore[arg-type]
-    wanted = [
-        t for t, is_needed in zip(inputs, needed, strict=False) if is_needed and t is not None
-    ]
-    gradients = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-    return [next(gradients) if is_needed else None for is_needed in needed[: len(inputs)]]
+    needed = [t for t in inputs if t is not None and t.requires_grad]
+    gradients = iter(torch.autograd.grad(y, needed, dy, create_graph=True))
+    return [next(gradients) if t is not None and t.requires_grad else None for t in inputs]
 
 
 def _forward(
@@ -96,7 +79,7 @@ def _forward(
     memory_format = _memory_format(x)
     x = x.contiguous(memory_format=memory_format)
     y = torch.empty_like(x)
-    mean, rstd = torch.empty(2, len(x), num_groups, dtype=torch.float32, device=x.device)
+    mean, rstd = (x.new_empty((len(x), num_groups), dtype=torch.float32) for _ in range(2))
     scale, shift = _unit_stride(scale), _unit_stride(shift)
     channels, pixels = x.shape[1], math.prod(x.shape[2:])
     blocks = _blocks(channels, pixels, num_groups, memory_format == torch.channels_last)
@@ -126,7 +109,7 @@ def _backward(
     memory_format = _memory_format(x)
     x, dy = (t.contiguous(memory_format=memory_format) for t in (x, dy))
     dx = torch.empty_like(x)
-    sums = torch.empty(2, *x.shape[:2], dtype=torch.float32, device=x.device)
+    sums = x.new_empty((2, *x.shape[:2]), dtype=torch.float32)
     dscale, dshift = _empty_like_scale(scale, x), _empty_like_scale(shift, x)
     scale, shift = _unit_stride(scale), _unit_stride(shift)
     channels, pixels, num_groups = x.shape[1], math.prod(x.shape[2:]), mean.shape[1]
@@ -169,7 +152,7 @@ def _blocks(channels: int, pixels: int, num_groups: int, channels_last: bool) ->
     group_channels = channels // num_groups
     group_block = triton.next_power_of_2(group_channels)
     pixel_block = min(triton.next_power_of_2(pixels), max(ELEMENTS // group_block, 1))
-    at_least = CHANNELS if channels_last else max(ELEMENTS // pixel_block, 1)
+    at_least = max(CHANNELS if channels_last else 1, ELEMENTS // pixel_block)
     groups = 1  # of a program; a power of 2 that divides num_groups
     while groups * group_block < at_least and num_groups % (2 * groups) == 0:
         groups *= 2
@@ -405,8 +388,8 @@ def _backward_kernel(
         tl.store(dx + at, gradient, mask)
 
 
+# Operators of torch, so that compiled code, fake tensors and dispatch modes take them as they are.
 _LIBRARY = torch.library.Library("lit_diffusion", "DEF")
-# Operators of torch, so that fake tensors and dispatch modes see through them.
 _LIBRARY.define(
     "group_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? scale, Tensor? shift,"
     " int num_groups, float eps, bool silu) -> (Tensor, Tensor, Tensor)"
@@ -430,7 +413,7 @@ def _(
     eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mean = torch.empty(len(x), num_groups, dtype=torch.float32, device=x.device)
+    mean = x.new_empty((x.shape[0], num_groups), dtype=torch.float32)
     return torch.empty_like(x, memory_format=_memory_format(x)), mean, torch.empty_like(mean)
 
 
@@ -446,6 +429,6 @@ def _(
     rstd: Tensor,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sums = torch.empty(2, *x.shape[:2], dtype=torch.float32, device=x.device)
+    sums = x.new_empty((2, *x.shape[:2]), dtype=torch.float32)
     dx = torch.empty_like(x, memory_format=_memory_format(x))
     return dx, sums, _empty_like_scale(scale, x), _empty_like_scale(shift, x)
