@@ -512,6 +512,8 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
         elif changed_settings.__name__ in modules:
             return None
         return ValueError(f"{request.checkpoint} cannot be restored: {message}")
-    if is_within(modules[-1], ["torch.optim"]) and is_user_error(error, ("torch",)):
+    in_constructor = frames[-1].f_code.co_name == "__init__"  # compares what may be null
+    is_mistake = in_constructor or is_user_error(error, ("torch",))
+    if is_within(modules[-1], ["torch.optim"]) and is_mistake:
         return ValueError(f"model.optimizer or model.lr_scheduler: {message}")
     return None

@@ -104,7 +104,7 @@ def take_part(data: TensorImages, part: tuple[int, int]) -> TensorImages:
         >>> take_part(data, (0, 2)).images.tolist(), take_part(data, (1, 2)).images.tolist()
         ([0, 2, 4], [1, 3])
     """
-    first, step = part
+    first, step = part or (0, 0)  # null in a config
     if not 0 <= first < min(step, len(data)):
-        raise ValueError(f"part must be (k, n) with 0 <= k < n, of {len(data)}, got {tuple(part)}.")
+        raise ValueError(f"part must be (k, n) with 0 <= k < n, of {len(data)}, got {part}.")
     return TensorImages(data.images[first::step], data.labels[first::step])

@@ -121,8 +121,8 @@ def against(runs: list[Run], baseline: list[Run]) -> tuple[TTest | None, TTest |
 def print_advice(by_cell: Cells) -> None:
     """At the best lr."""
     tests = {name: against(by_cell[name, 1], by_cell["baseline", 1]) for name in list(ADVICE)[1:]}
-    p_values = {name: test.p for name, (test, _) in tests.items() if test}
-    corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    p_values = [test.p if test else None for test, _ in tests.values()]
+    corrected = dict(zip(tests, holm(p_values), strict=True))
     rows = []
     for name, text in ADVICE.items():
         ratios = [ratio(test) if test else "-" for test in tests.get(name, (None, None))]

@@ -488,6 +488,8 @@ def test_an_optimizer_that_fails_at_once_has_a_state_that_does_not_fit():
     refused = raised(lambda: torch.optim.Adam([torch.ones(1)], lr=-1.0))
     text = str(explain(refused, fresh, untrained=False))
     assert text == "model.optimizer or model.lr_scheduler: Invalid learning rate: -1.0"
+    nothing = raised(lambda: torch.optim.Adam([torch.ones(1)], lr=None))
+    assert str(explain(nothing, fresh, untrained=False)).startswith("model.optimizer or model.lr")
     misfit = raised(lambda: TinyNet(3).load_state_dict(TinyNet(4).state_dict()))
     text = str(explain(misfit, request, untrained=True))
     assert text.startswith(f"{path} is of another architecture than the config: ")

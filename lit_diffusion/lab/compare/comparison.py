@@ -63,17 +63,19 @@ class Comparison:
         target: FID to reach.
         results: results of the other arms, the fastest first.
         metric: name of the metric, such as FID, pixels or val/loss.
+        num_untested: number of further arms, whose data allowed no comparison.
     """
 
     baseline: Arm
     target: float
     results: tuple[Result, ...]
     metric: str = "FID"
+    num_untested: int = 0
 
     @property
     def num_tests(self) -> int:
         """Number of arms beside the baseline, for which Holm's method corrects."""
-        return len(self.results)
+        return len(self.results) + self.num_untested
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -107,7 +109,11 @@ class Comparison:
 
 
 def compare(
-    arms: Sequence[Arm], baseline: str, target: float | None = None, metric: str = "FID"
+    arms: Sequence[Arm],
+    baseline: str,
+    target: float | None = None,
+    metric: str = "FID",
+    num_untested: int = 0,
 ) -> Comparison:
     """Compare arms with a baseline by the steps that they need to a target FID.
 
@@ -115,6 +121,9 @@ def compare(
     mean final FID would be a worse target, as half of its seeds miss it. In simulations, intervals
     for the default target cover the true ratio in 95% of cases. Intervals for the mean do not, and
     are biased towards 1.
+
+    `num_untested` is the number of arms that are not among `arms` because of their data. They count
+    as tests that show nothing.
 
     Raises:
         ValueError: if there are fewer than two arms, equal names or an unknown baseline, or if the
@@ -143,12 +152,13 @@ def compare(
     if not 0 < target < math.inf:
         raise ValueError(f"the target must be a positive FID, got {target:g}.")
     results = [_measure_speedup(arm, base, target) for arm in arms if arm is not base]
-    adjusted = holm([result.speedup.p for result in results])
-    results = [_set_verdict(result, p) for result, p in zip(results, adjusted, strict=True)]
-    results = [_test_last_fid(result, base, target, len(results)) for result in results]
+    num_tests = len(results) + num_untested
+    adjusted = holm([*(result.speedup.p for result in results), *[None] * num_untested])
+    results = [_set_verdict(result, p) for result, p in zip(results, adjusted, strict=False)]
+    results = [_test_last_fid(result, base, target, num_tests) for result in results]
     # The true ratio may be anything below an upper bound, so upper bounds are sorted last.
     results.sort(key=lambda result: (result.speedup.is_upper_bound, -result.speedup.ratio))
-    return Comparison(base, target, tuple(results), metric)
+    return Comparison(base, target, tuple(results), metric, num_untested)
 
 
 def _measure_speedup(arm: Arm, base: Arm, target: float) -> Result:
@@ -238,7 +248,7 @@ def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
     base = comparison.baseline.name
     arms_by_metric = {name: by_metric(comparison.arms, name) for name in DISTANCES}
     return {
-        name: compare(arms, base, metric=name)
+        name: compare(arms, base, metric=name, num_untested=len(comparison.arms) - len(arms))
         for name, arms in arms_by_metric.items()
         if len(arms) > 1 and arms[0].name == base
     }

@@ -280,6 +280,24 @@ def test_arms_without_a_test_count_as_tests_that_show_nothing():
     assert results["a"].holm_p == pytest.approx(2 * alone.speedup.p)
 
 
+def test_arms_without_another_metric_count_in_its_tests():
+    def with_pixels(arm, factor=1.0):
+        curves = [
+            replace(c, other_metrics=tuple({"pixels": factor * fid} for fid in c.fids))
+            for c in arm.curves
+        ]
+        return Arm(arm.name, tuple(curves))
+
+    base, a = with_pixels(arm("baseline", 1.0)), with_pixels(arm("a", 1.15))
+    lost = with_pixels(arm("b", 1.0), NAN)
+    two, three = (
+        by_other_metrics(compare(arms, "baseline"))["pixels"]
+        for arms in ([base, a], [base, a, lost])
+    )
+    assert (two.num_tests, three.num_tests, len(three.results)) == (1, 2, 1)
+    assert three.results[0].holm_p == min(2 * two.results[0].holm_p, 1)
+
+
 def early(level, name="early"):
     """Fast down to a level, and no further."""
     return Arm(
