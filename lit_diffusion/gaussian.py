@@ -91,11 +91,11 @@ def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float
         t: (B,) integer times, of any dtype.
         dtype: dtype of the result.
     """
-    *entries, last = _step_table(process, t.device)[:, t.long()].to(dtype)
-    return Posterior(*entries, last=last != 0)
+    steps = Posterior(*step_table(process, t.device)[:, t.long()].to(dtype))
+    return steps._replace(last=steps.last != 0)
 
 
-def _step_table(process: Process, device: torch.device) -> Tensor:
+def step_table(process: Process, device: torch.device) -> Tensor:
     """(6, T) float64: the entries of `Posterior` for the steps from t = 0, ..., T - 1."""
     if id(process) not in _tables_of:
         _tables_of[id(process)] = {}

@@ -4,12 +4,15 @@ The network is compiled in place, so names in its state_dict are those of the un
 Copies of it, by deepcopy or pickle, are not compiled.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lit_diffusion.protocols import Condition, by_part
+from lit_diffusion.gaussian import step_table
+from lit_diffusion.protocols import Condition, Loss, Parameterization, Prediction, Process, by_part
 
 CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 """A mode of `torch.compile`. All but "default" use CUDA graphs."""
@@ -60,6 +63,29 @@ def run_compiled(
     # A CUDA graph writes each output into the same memory, but solvers keep outputs of earlier
     # steps, and a loss or a callback may keep them for longer.
     return output if mode == "default" else output.clone()
+
+
+def run_compiled_loss(
+    loss: Loss,
+    weighted_error: Tensor,
+    prediction: Prediction,
+    process: Process,
+    parameterization: Parameterization,
+) -> Tensor:
+    """`loss.per_sample` of the other arguments, in training; each batch size has its own graph.
+
+    Only losses with a learned variance are compiled, which otherwise take more than 100 kernels.
+    """
+    inputs = (loss, weighted_error, prediction, process, parameterization)
+    if loss.output_factor == 1:
+        return type(loss).per_sample(*inputs)
+    step_table(process, prediction.t.device)  # computed outside of the graph
+    return _compile(type(loss).per_sample)(*inputs)
+
+
+@cache
+def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=False)
 
 
 def _mark_batch_as_dynamic(tensor: Tensor) -> Tensor:

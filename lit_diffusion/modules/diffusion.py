@@ -88,10 +88,10 @@ class DiffusionModule(LightningModule):
         channels_last: whether network and images use torch's channels_last memory format, which
             can make convolutions faster.
         compile: mode of `torch.compile` for the network in a fit, with its validation and samples;
-            None compiles nothing. "reduce-overhead" and "max-autotune" use CUDA graphs. Only a fit
-            compiles: `load` and the commands that sample or evaluate start at once, and
-            `compile_network` speeds up many samples. Dropout in a compiled network draws other
-            random numbers than in an eager one.
+            a loss with a learned variance is compiled too. None compiles nothing. "reduce-overhead"
+            and "max-autotune" use CUDA graphs for the network. Only a fit compiles: `load` and the
+            commands that sample or evaluate start at once, and `compile_network` speeds up many
+            samples. Dropout in a compiled network draws other random numbers than in an eager one.
 
     Raises:
         ValueError: if two of the arguments do not fit together.
@@ -242,9 +242,10 @@ class DiffusionModule(LightningModule):
         output_scale = self.parameterization.output_scale(alpha, sigma)  # (B,) float64
         weight = self.loss.weighting.weight(alpha, sigma, output_scale, step)  # (B,) float64
         prediction = Prediction(output, variance_output, x0, x_t, t, alpha, sigma)
-        return self.loss.per_sample(
-            weight.to(error.dtype) * error, prediction, self.process, self.parameterization
-        )
+        inputs = (weight.to(error.dtype) * error, prediction, self.process, self.parameterization)
+        if self._compile_mode is None or not self.training:
+            return self.loss.per_sample(*inputs)
+        return compiled.run_compiled_loss(self.loss, *inputs)
 
     def _run_network(
         self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition

@@ -8,12 +8,15 @@ from lightning.pytorch import Callback
 from support.plain_module import make_trainer
 from support.resuming import Recipe, assert_undisturbed
 from support.small_networks import NETWORKS, small
-from support.tiny_diffusion import images, tiny_diffusion
+from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
+from lit_diffusion.losses import HybridLoss, MinSNR
+from lit_diffusion.modules import compiled
 from lit_diffusion.modules.compiled import check_accumulation
+from lit_diffusion.processes import CosineBetas, DiscreteVP
 
 NUM_CLASSES = 10  # of the networks of `small`
 
@@ -100,8 +103,38 @@ def test_losses_and_gradients_are_those_of_the_eager_network(name):
 
     expected = losses_and_gradients()
     module.compile_network()
-    for compiled, eager in zip(losses_and_gradients(), expected, strict=True):
-        assert_close(compiled, eager, rtol=1e-5, atol=1e-5 * eager.abs().max())
+    for actual, eager in zip(losses_and_gradients(), expected, strict=True):
+        assert_close(actual, eager, rtol=1e-5, atol=1e-5 * eager.abs().max())
+
+
+@pytest.mark.slow
+def test_a_learned_variance_compiles_once_for_each_size_of_training_batches(monkeypatch):
+    by_eager = partial(torch.compile, backend="aot_eager", fullgraph=True)  # in seconds
+    monkeypatch.setattr(torch, "compile", by_eager)
+    compiled._compile.cache_clear()
+    network, process = TinyNetwork(channels=2), DiscreteVP(CosineBetas(100))
+    network.enter, network.dropout = nn.Conv2d(1, 8, 3, padding=1), nn.Identity()
+    module = tiny_diffusion(network=network, process=process, loss=HybridLoss(MinSNR()))
+
+    def losses_and_gradients(n):
+        torch.manual_seed(n)
+        x0, noise = torch.randn(2, n, 1, 8, 8)
+        t = torch.randint(0, 100, (n,)).double()
+        module.zero_grad()
+        losses = module.per_sample_loss(x0, None, t, noise)
+        losses.mean().backward()
+        return losses, *(p.grad for p in module.parameters() if p.grad is not None)
+
+    sizes = (4, 3, 4, 3)
+    expected = [losses_and_gradients(n) for n in sizes]
+    module._compile_mode = "default"  # of the loss, without the network
+    for n, eager in zip(sizes, expected, strict=True):
+        assert_close(losses_and_gradients(n), eager, rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == 2
+    module.eval()  # validation has batches of many sizes
+    losses_and_gradients(7)
+    assert counters["stats"]["unique_graphs"] == 2
+    compiled._compile.cache_clear()
 
 
 def freshly_compiled():
