@@ -61,6 +61,15 @@ def dit():
     return network
 
 
+class Latents(PixelCodec):
+    """Whose x0 are not clamped, as those of a VAECodec."""
+
+    bounded = False
+
+    def __init__(self, **numbers):
+        vars(self).update(numbers)
+
+
 def write(folder, module, arguments=ARGUMENTS, vae=None):
     kind = type(module.network)
     record = {
@@ -143,9 +152,6 @@ def test_an_export_says_whether_images_are_the_same(network, solver, expected, t
 
 
 def test_latents_are_not_the_same_if_they_differ_by_half_of_their_spread(tmp_path):
-    class Latents(PixelCodec):
-        bounded = False
-
     pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     sentences = []
     for i, times in enumerate((Stride(), Sections())):
@@ -290,6 +296,18 @@ def test_the_files_of_a_vae_are_copied_wherever_it_is(vae, tmp_path, out):
         assert {"config.json", "diffusion_pytorch_model.safetensors"} == {
             file.name for file in copy.iterdir() if file.name != "notes.txt"
         }
+
+
+def test_a_copy_of_a_vae_has_scale_and_shift_of_the_codec(vae, tmp_path):
+    latents = module(dit(), image_shape=(4, 8, 8), num_classes=3)
+    own = (vae / "config.json").read_text()
+    latents.codec = Latents(scale=0.18215, shift=0.0)  # as diffusers have them by default
+    write(tmp_path / "pipe", latents, DIT, str(vae))
+    assert json.loads((vae / "config.json").read_text()) == json.loads(own)
+    latents.codec = Latents(scale=0.7, shift=0.1)
+    write(tmp_path / "copy", latents, DIT, str(vae))
+    config = json.loads((tmp_path / "copy" / "vae" / "config.json").read_text())
+    assert (config["scaling_factor"], config["shift_factor"]) == (0.7, 0.1)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device"])

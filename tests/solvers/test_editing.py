@@ -140,6 +140,14 @@ def test_resampling_makes_what_is_missing_fit_what_is_known():
     assert torch.equal(repainted(2), repainted(2, LearnedRange()))
 
 
+@pytest.mark.parametrize("clip", [{}, {"clip": True}, {"clip": False}])
+def test_repaint_clamps_images_unless_it_is_told_not_to(clip):
+    denoise = lambda x, t: Denoised(torch.full_like(x, 3.0), torch.zeros_like(x))  # noqa: E731
+    solver = RePaint(torch.zeros(SHAPE), torch.zeros(1, 1, 4, 4), 3, 1, **clip)
+    x0 = solver.sample(denoise, COSINE, Z(SHAPE, 2), CountedNoise(1))
+    assert x0.max().item() == pytest.approx(1 if clip.get("clip", True) else 3)
+
+
 def test_repaint_takes_the_variance_of_the_solver():
     assert repaint_solver(DDPM(FixedLarge()), COSINE, None, None).variance == FixedLarge()
     assert repaint_solver(DDIM(), COSINE, None, None).variance is None

@@ -178,6 +178,15 @@ def test_the_trajectory_of_a_run_lies_in_its_plane(capsys):
     assert arrays("landscape")["x"][-1] == pytest.approx(1.2 * np.abs(points).max())
 
 
+@pytest.mark.parametrize("end", [A, B])
+def test_a_folder_of_a_line_is_of_the_weights_at_both_ends(end, capsys):
+    command = "interpolate a b --images 2 --levels 0.5 --points 2"
+    assert analyze(command) == 0
+    rewrite(end, end, lambda content: scale_weights(content, 1.1))
+    assert analyze(command) == 2
+    assert "choose another folder" in capsys.readouterr().err
+
+
 def test_lines_between_other_kinds_of_models_are_refused(capsys):
     def predict_noise(content):
         kind = {"class_path": "lit_diffusion.parameterizations.Epsilon"}
