@@ -51,9 +51,10 @@ def bin_of(u: Tensor, num_bins: int) -> Tensor:
 def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
     """Quantile function of a piecewise constant density, linear within a bin."""
     weights = density.to(device=u.device, dtype=torch.float64)
-    # On CUDA, cumsum raises an error with Trainer(deterministic=True).
-    summed = weights.cpu() if torch.are_deterministic_algorithms_enabled() else weights
-    cdf = summed.cumsum(0).to(u.device)
+    if weights.is_cuda and torch.are_deterministic_algorithms_enabled():
+        cdf = weights.expand(len(weights), -1).tril().sum(1)  # as cumsum raises an error there
+    else:
+        cdf = weights.cumsum(0)
     cdf = cdf / cdf[-1]  # ends at exactly 1, so that no u falls into empty bins at the end
     index = torch.searchsorted(cdf, u, right=True)
     mass = cdf.diff(prepend=cdf.new_zeros(1))[index]
