@@ -141,7 +141,7 @@ class FiniteUpdates(pl.Callback):
         self._current: _MicroBatch | None = None
         self._accumulated: list[_MicroBatch] = []  # batches accumulated for the next update
         self._skipped_batches: list[_MicroBatch] = []  # batches of the update that is being skipped
-        self._buffers: dict[str, Tensor] = {}  # copies from before these batches
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # copies from before these batches
         self._has_stepped = False  # whether this batch has made or skipped an update
         self._unread: deque[_Unread] = deque()
         self._found_inf: Tensor | None = None  # () float, on the device; None decides on the host
@@ -185,7 +185,11 @@ class FiniteUpdates(pl.Callback):
     ) -> None:
         """Store buffers and random states before the batch."""
         if not self._accumulated:
-            self._buffers = {name: b.detach().clone() for name, b in pl_module.named_buffers()}
+            self._buffers = [
+                (pl_module.get_submodule(owner), name, buffer.detach().clone())
+                for path, buffer in pl_module.named_buffers()
+                for owner, _, name in [path.rpartition(".")]
+            ]
         rng = {"cpu": torch.get_rng_state()}
         if pl_module.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(pl_module.device)
@@ -199,7 +203,7 @@ class FiniteUpdates(pl.Callback):
         if self._current is not None:
             # A GradScaler's factor may make a half-precision loss infinite, but not NaN.
             may_overflow = loss.dtype == torch.float16 and _grad_scaler(trainer) is not None
-            is_bad = loss.detach().isnan() if may_overflow else ~loss.detach().isfinite()
+            is_bad = loss.detach().isnan() if may_overflow else loss.detach() * 0 != 0
             self._current.bad_loss = self._current.bad_loss | is_bad.any()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -221,18 +225,20 @@ class FiniteUpdates(pl.Callback):
             if not pl_module.automatic_optimization:
                 self._current.gradients = _check_gradients([optimizer])
             window = [*self._accumulated, self._current]
-            flags = torch.stack([batch.flags() for batch in window]).amax(0)
+            flags = window[0].flags()
+            for batch in window[1:]:
+                flags = torch.maximum(flags, batch.flags())
             if trainer.world_size > 1:
                 torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
             scaler = _grad_scaler(trainer)
             if self._found_inf is not None:
                 self._skip_on_device(trainer, optimizer, window, flags)
-                self._restore_buffers(pl_module)
+                self._restore_buffers()
                 return
             loss, gradient = flags.tolist()
             if loss or (gradient and (scaler is None or scaler.get_scale() <= 1)):
                 self._skipped_batches = window
-                self._restore_buffers(pl_module)
+                self._restore_buffers()
         if self._skipped_batches:
             _drop_gradients(optimizer, _grad_scaler(trainer))
 
@@ -271,7 +277,7 @@ class FiniteUpdates(pl.Callback):
             if (update := self._unread.popleft()).is_skipped():
                 self._unread.clear()
                 self._skipped_batches = update.batches
-                self._restore_buffers(module)
+                self._restore_buffers()
                 self._report(trainer, module, update.logger_step)
 
     def on_train_batch_end(
@@ -292,7 +298,7 @@ class FiniteUpdates(pl.Callback):
         if self._has_stepped:
             self._accumulated, self._has_stepped = [], False
             if self._skipped_batches or self._found_inf is not None:
-                self._restore_buffers(pl_module)  # the rest of the batch may have changed them too
+                self._restore_buffers()  # the rest of the batch may have changed them too
         elif pl_module.automatic_optimization:
             self._accumulated.append(current)
         if self._skipped_batches:
@@ -314,12 +320,13 @@ class FiniteUpdates(pl.Callback):
     on_exception = teardown  # type: ignore[assignment]
 
     @torch.no_grad()
-    def _restore_buffers(self, module: nn.Module) -> None:
+    def _restore_buffers(self) -> None:
         """Restore the buffers; if the device decides, only where it skips the update."""
-        for name, buffer in module.named_buffers():
-            if (before := self._buffers.get(name)) is not None:
-                if self._found_inf is not None:
-                    before = torch.where(self._found_inf.to(buffer.device) > 0, before, buffer)
+        for owner, name, before in self._buffers:
+            buffer = getattr(owner, name, None)  # modules may have replaced or removed it
+            if buffer is not None and self._found_inf is not None:
+                before = torch.where(self._found_inf.to(buffer.device) > 0, before, buffer)
+            if buffer is not None:
                 buffer.copy_(before)
 
     # Reporting
