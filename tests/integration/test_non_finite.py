@@ -14,23 +14,25 @@ from support.spawn import spawn
 from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion import load
-from lit_diffusion.callbacks import EMA, FiniteUpdates
+from lit_diffusion.callbacks import EMA, FiniteUpdates, finite_updates
 from lit_diffusion.cli.loggers import read_rows
 
 
-def train(folder, kind, rank, max_nonfinite_steps):
+def train(folder, kind, rank, max_nonfinite_steps, defers=False):
     """Train on two ranks, one of which meets what is not finite in its third batch.
 
     Args:
         kind: "loss", "constant" (a loss that is not finite, with a gradient that is) or "gradient".
         rank: that meets it.
         max_nonfinite_steps: how many updates may be skipped.
+        defers: whether the device skips them, and the host notices later.
 
     Returns:
         The error; how many updates were skipped; after each step the sums of weights, optimizer
         state and averages.
     """
-    module = tiny_diffusion()
+    finite_updates._DEFERRING_DEVICES = ("cpu",) if defers else ()
+    module = tiny_diffusion(optimizer=lambda p: torch.optim.Adam(p, lr=1e-2, fused=defers))
     original, states = module.per_sample_loss, []
 
     def per_sample_loss(x0, labels, t, noise, step=None):
@@ -80,8 +82,9 @@ def test_two_ranks_skip_an_update_that_is_bad_on_one(tmp_path, kind, rank):
 
 
 @pytest.mark.slow
-def test_two_ranks_stop_together_and_name_the_one_that_met_it(tmp_path):
-    ranks = spawn(train, 2, tmp_path, "constant", 1, 0)
+@pytest.mark.parametrize("defers", [False, True])
+def test_two_ranks_stop_together_and_name_the_one_that_met_it(tmp_path, defers):
+    ranks = spawn(train, 2, tmp_path, "constant", 1, 0, defers)
     file = torch.load(tmp_path / "non-finite-rank1.ckpt", weights_only=True)
     index = file["non_finite"]["batch"][2]
     for error, _, states in ranks:
@@ -90,8 +93,8 @@ def test_two_ranks_stop_together_and_name_the_one_that_met_it(tmp_path):
             r"u = .* t = \d+\. \S*/non-finite-rank1.ckpt holds the batch",
             error,
         )
-        assert len(states) == 3
-        assert states[2] == states[1]
+        assert len(states) == (5 if defers else 3)
+        assert all(state == states[1] for state in states[2:])
 
 
 @pytest.fixture
