@@ -90,7 +90,11 @@ def load_small_classifier(
 
     Raises:
         KeyError, RuntimeError: if the weights are not those of a SmallClassifier.
+        ValueError: if a weight is not finite.
     """
+    for name, value in state.items():
+        if not value.isfinite().all():
+            raise ValueError(f"{name} must be finite, and is not")
     convolutions = {int(name.split(".")[1]): v for name, v in state.items() if v.ndim == 4}
     weights = [convolutions[index] for index in sorted(convolutions)]
     num_classes = len(state["head.weight"])

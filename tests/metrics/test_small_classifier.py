@@ -169,6 +169,10 @@ def test_another_file_is_refused_by_name(tmp_path):
         save_file(state, path, {"extractor": json.dumps({**record, "name": name})})
         with pytest.raises(ValueError, match=reason) if reason else nullcontext():
             TrainedCNN(path)
+    state["head.bias"][0] = torch.nan  # would make the FID of any image NaN
+    save_file(state, path, {"extractor": json.dumps(record)})
+    with pytest.raises(ValueError, match=r"own.safetensors .* \(head.bias must be finite"):
+        TrainedCNN(path)
 
 
 def test_floats_and_images_of_another_shape_are_refused():
