@@ -1,11 +1,15 @@
 """Steps that are timed and profiled on the device, and rows of results."""
 
+import fcntl
 import json
 import os
+import random
 import re
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +70,7 @@ class Step:
     run: Callable[[], Any]
     images: int
     release: Callable[[], None] = lambda: None  # gives memory back that the next call allocates
-    counts_flops: bool = False  # whether it is eager and its operations are known to torch
+    counts_flops: bool = False  # whether it is eager, with operations that torch can count
 
 
 class Turns:
@@ -77,12 +81,13 @@ class Turns:
 
     def serve(self, channel: Channel) -> None:
         """Do the step once, say so, and answer requests for ever."""
-        start = time.perf_counter()
-        while not _fits(self.step.run):  # others may hold the memory for a moment
-            self.free_memory()
-            time.sleep(1)
-        synchronize()
-        first_seconds = time.perf_counter() - start
+        with _one_at_a_time() if self.step.counts_flops else nullcontext():
+            start = time.perf_counter()
+            while not _fits(self.step.run):  # others may hold the memory for a moment
+                self.free_memory()
+                time.sleep(random.uniform(0.5, 2))
+            synchronize()
+            first_seconds = time.perf_counter() - start
         self.free_memory()
         channel.reply(first_seconds)
         while True:
@@ -146,6 +151,14 @@ class Turns:
         with FlopCounterMode(display=False) as counter:
             self.step.run()
         return counter.get_total_flops()
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Wait for the other processes of this driver."""
+    with Path(tempfile.gettempdir(), f"gpu-benchmark-{os.getppid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _timed(run: Callable[[], Any], num: int) -> tuple[float, Any]:
