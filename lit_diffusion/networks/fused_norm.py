@@ -1,9 +1,10 @@
 """Group norm, scale and shift, and SiLU as one operation.
 
-    y = silu((1 + scale) * (weight * (x - mean) / std + bias) + shift)
+    y = silu((1 + scale) * (weight * (x + offset - mean) / std + bias) + shift)
 
-As separate operations under autocast this reads and writes the activations many times, with copies
-to float32 and, on CUDA, out of the channels_last format. There are three ways to compute it:
+with the mean and std of x + offset. As separate operations under autocast this reads and writes the
+activations many times, with copies to float32 and, on CUDA, out of the channels_last format. There
+are three ways to compute it:
 
 - on CUDA, one Triton kernel for each direction (`fused_norm_triton`), compiled steps included;
 - elsewhere inside `torch.compile`, a formula that the compiler fuses (`affine_group_norm_silu`);
@@ -26,6 +27,7 @@ def group_norm_silu(
     bias: Tensor,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    offset: Tensor | None = None,
     *,
     num_groups: int,
     eps: float,
@@ -39,6 +41,7 @@ def group_norm_silu(
         bias: (C,) of the norm.
         scale: (B, C), or None for a norm without scale and shift.
         shift: (B, C), or None.
+        offset: (B, C), added to x; None for no offset.
         num_groups: divides C.
         eps: added to the variance.
         silu: whether to apply SiLU.
@@ -54,9 +57,9 @@ def group_norm_silu(
         >>> group_norm_silu(x, weight, bias, num_groups=4, eps=1e-5).shape
         torch.Size([2, 8, 4, 4])
     """
-    arguments = (x, weight, bias, scale, shift, num_groups, eps, silu)
+    arguments = (x, weight, bias, scale, shift, offset, num_groups, eps, silu)
     is_compiling = torch.compiler.is_compiling()
-    if _has_kernels(x.device, x.dtype) and (is_compiling or not _is_transformed(*arguments[:5])):
+    if _has_kernels(x.device, x.dtype) and (is_compiling or not _is_transformed(*arguments[:6])):
         from lit_diffusion.networks.fused_norm_triton import GroupNormSiLU
 
         return cast(Tensor, GroupNormSiLU.apply(*arguments))
@@ -71,11 +74,14 @@ def separate_group_norm_silu(
     bias: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
+    offset: Tensor | None,
     num_groups: int,
     eps: float,
     silu: bool,
 ) -> Tensor:
     """`group_norm_silu` by torch's operations, each of which rounds to the dtype of x."""
+    if offset is not None:
+        x = x + _per_channel(offset, x)
     dtype = torch.promote_types(x.dtype, torch.float32)
     h = F.group_norm(x.to(dtype), num_groups, weight.to(dtype), bias.to(dtype), eps).to(x.dtype)
     if scale is not None and shift is not None:
@@ -89,6 +95,7 @@ def affine_group_norm_silu(
     bias: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
+    offset: Tensor | None,
     num_groups: int,
     eps: float,
     silu: bool,
@@ -100,6 +107,8 @@ def affine_group_norm_silu(
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     x32, grouped = x.to(dtype), (len(x), num_groups, -1)
+    if offset is not None:
+        x32 = x32 + _per_channel(offset.to(dtype), x)
     channel_var, channel_mean = torch.var_mean(x32.flatten(2), dim=2, correction=0)  # (B, C)
     channel_mean = channel_mean.view(grouped)  # (B, groups, channels of a group)
     mean = channel_mean.mean(2, keepdim=True)

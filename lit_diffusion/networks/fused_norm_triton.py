@@ -34,23 +34,23 @@ class GroupNormSiLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
         """All arguments of `separate_group_norm_silu`."""
         y, mean, rstd = torch.ops.lit_diffusion.group_norm_silu.default(x, *arguments)
-        ctx.save_for_backward(x, *arguments[:4], mean, rstd)
-        ctx.options = arguments[4:]
+        ctx.save_for_backward(x, *arguments[:5], mean, rstd)
+        ctx.options = arguments[5:]
         return cast(Tensor, y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight, bias, scale and shift, and None for the options."""
+        """Gradients of x, weight, bias, scale, shift and offset, and None for the options."""
         *inputs, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return (*_differentiable_gradients(inputs, ctx.options, dy), None, None, None)
-        dx, sums, dscale, dshift = torch.ops.lit_diffusion.group_norm_silu_backward.default(
+        dx, sums, *others = torch.ops.lit_diffusion.group_norm_silu_backward.default(
             dy, *inputs, mean, rstd, ctx.options[2]
         )
-        _, weight, bias, scale, _ = inputs
+        _, weight, bias, *optional = inputs
         dbias, dweight = sums.sum(1).unbind()
-        of_scale = (None, None) if scale is None else (dscale, dshift)
-        return (dx, dweight.to(weight.dtype), dbias.to(bias.dtype), *of_scale, None, None, None)
+        others = [None if t is None else g for t, g in zip(optional, others, strict=True)]
+        return (dx, dweight.to(weight.dtype), dbias.to(bias.dtype), *others, None, None, None)
 
 
 def _differentiable_gradients(
@@ -71,6 +71,7 @@ def _forward(
     bias: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
+    offset: Tensor | None,
     num_groups: int,
     eps: float,
     silu: bool,
@@ -80,15 +81,17 @@ def _forward(
     x = x.contiguous(memory_format=memory_format)
     y = torch.empty_like(x)
     mean, rstd = (x.new_empty((len(x), num_groups), dtype=torch.float32) for _ in range(2))
-    scale, shift = _unit_stride(scale), _unit_stride(shift)
+    scale, shift, offset = (_unit_stride(t) for t in (scale, shift, offset))
     channels, pixels = x.shape[1], math.prod(x.shape[2:])
     blocks = _blocks(channels, pixels, num_groups, memory_format == torch.channels_last)
     with torch.cuda.device_of(x):
         _forward_kernel[(len(x) * num_groups // blocks["GROUPS"],)](
-            *(x, y, weight, bias, scale, shift, mean, rstd),
-            *(_row_stride(scale), _row_stride(shift), channels, pixels, num_groups, eps),
+            *(x, y, weight, bias, scale, shift, offset, mean, rstd),
+            *(_row_stride(scale), _row_stride(shift), _row_stride(offset)),
+            *(channels, pixels, num_groups, eps),
             **blocks,
             HAS_SCALE=scale is not None,
+            HAS_OFFSET=offset is not None,
             SILU=silu,
         )
     return y, mean, rstd
@@ -101,28 +104,32 @@ def _backward(
     bias: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
+    offset: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of x, sums over pixels (2, N, C) for bias and weight, gradients of scale, shift."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, of bias and weight in each image (2, N, C), of scale, shift and offset."""
     memory_format = _memory_format(x)
     x, dy = (t.contiguous(memory_format=memory_format) for t in (x, dy))
     dx = torch.empty_like(x)
     sums = x.new_empty((2, *x.shape[:2]), dtype=torch.float32)
-    dscale, dshift = _empty_like_scale(scale, x), _empty_like_scale(shift, x)
-    scale, shift = _unit_stride(scale), _unit_stride(shift)
+    dscale, dshift, doffset = (_empty_like_row(t, x) for t in (scale, shift, offset))
+    scale, shift, offset = (_unit_stride(t) for t in (scale, shift, offset))
     channels, pixels, num_groups = x.shape[1], math.prod(x.shape[2:]), mean.shape[1]
     blocks = _blocks(channels, pixels, num_groups, memory_format == torch.channels_last)
     with torch.cuda.device_of(x):
         _backward_kernel[(len(x) * num_groups // blocks["GROUPS"],)](
-            *(dy, x, dx, weight, bias, scale, shift, mean, rstd, sums[0], sums[1], dscale, dshift),
-            *(_row_stride(scale), _row_stride(shift), channels, pixels, num_groups),
+            *(dy, x, dx, weight, bias, scale, shift, offset, mean, rstd, *sums.unbind()),
+            *(dscale, dshift, doffset),
+            *(_row_stride(scale), _row_stride(shift), _row_stride(offset)),
+            *(channels, pixels, num_groups),
             **blocks,
             HAS_SCALE=scale is not None,
+            HAS_OFFSET=offset is not None,
             SILU=silu,
         )
-    return dx, sums, dscale, dshift
+    return dx, sums, dscale, dshift, doffset
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:
@@ -132,18 +139,18 @@ def _memory_format(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _unit_stride(scale: Tensor | None) -> Tensor | None:
-    """Scale or shift (N, C) with neighbouring channels; rows may be apart, as in a chunk."""
-    return scale if scale is None or scale.stride(1) == 1 else scale.contiguous()
+def _unit_stride(rows: Tensor | None) -> Tensor | None:
+    """(N, C) with neighbouring channels; rows may be apart, as in a chunk, or the same one."""
+    return rows if rows is None or rows.stride(1) == 1 else rows.contiguous()
 
 
-def _row_stride(scale: Tensor | None) -> int:
-    return 0 if scale is None else scale.stride(0)
+def _row_stride(rows: Tensor | None) -> int:
+    return 0 if rows is None else rows.stride(0)
 
 
-def _empty_like_scale(scale: Tensor | None, x: Tensor) -> Tensor:
-    """For the gradient of scale or shift; without elements if there is none."""
-    return x.new_empty(0) if scale is None else x.new_empty(scale.shape, dtype=scale.dtype)
+def _empty_like_row(rows: Tensor | None, x: Tensor) -> Tensor:
+    """For a gradient (N, C); without elements if there is nothing that it would be of."""
+    return x.new_empty(0) if rows is None else x.new_empty(rows.shape, dtype=rows.dtype)
 
 
 @cache
@@ -164,6 +171,12 @@ def _blocks(channels: int, pixels: int, num_groups: int, channels_last: bool) ->
         "CHANNELS_LAST": channels_last,
         "num_warps": NUM_WARPS,
     }
+
+
+@triton.jit
+def _load(row, channel, exists):
+    """(channels,) float32 of a row (C,); 0 where there is no channel."""
+    return tl.load(row + channel, exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -218,10 +231,12 @@ def _forward_kernel(
     bias,
     scale,
     shift,
+    offset,
     mean,
     rstd,
     scale_stride,
     shift_stride,
+    offset_stride,
     num_channels,
     num_pixels,
     num_groups,
@@ -232,6 +247,7 @@ def _forward_kernel(
     PIXEL_BLOCK: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     SILU: tl.constexpr,
 ):
     IS_FULL: tl.constexpr = GROUP_CHANNELS == GROUP_BLOCK
@@ -259,6 +275,9 @@ def _forward_kernel(
     mean_difference = tl.sum(sums, 0) / num_pixels
     channel_var = tl.sum(squares, 0) / num_pixels - mean_difference * mean_difference
     channel_mean = pivot + mean_difference  # 0 where there is no channel
+    if HAS_OFFSET:
+        added = _load(offset + image * offset_stride, channel, exists)
+        channel_mean += added
 
     # Law of total variance: that inside of channels, plus that of their means.
     group_mean = _sum_groups(channel_mean, GROUPS, GROUP_BLOCK) / GROUP_CHANNELS
@@ -272,16 +291,12 @@ def _forward_kernel(
         rstd + image * num_groups + group, group_rstd, exists & (channel == group * GROUP_CHANNELS)
     )
 
-    w = tl.load(weight + channel, exists, other=0.0).to(tl.float32)
-    b = tl.load(bias + channel, exists, other=0.0).to(tl.float32)
+    w, b, centre = _load(weight, channel, exists), _load(bias, channel, exists), group_mean
+    if HAS_OFFSET:
+        centre -= added
     if HAS_SCALE:
-        factor = 1 + tl.load(scale + image * scale_stride + channel, exists, other=0.0).to(
-            tl.float32
-        )
-        b = b * factor + tl.load(shift + image * shift_stride + channel, exists, other=0.0).to(
-            tl.float32
-        )
-        w = w * factor
+        factor = 1 + _load(scale + image * scale_stride, channel, exists)
+        w, b = w * factor, b * factor + _load(shift + image * shift_stride, channel, exists)
     w *= group_rstd
     steps = tl.cdiv(num_pixels, PIXEL_BLOCK)
     for step in range(steps):
@@ -289,7 +304,7 @@ def _forward_kernel(
         at, mask = _tile(
             start, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
         )
-        z = (tl.load(x + at, mask, other=0.0).to(tl.float32) - group_mean[None, :]) * w[None, :]
+        z = (tl.load(x + at, mask, other=0.0).to(tl.float32) - centre[None, :]) * w[None, :]
         z += b[None, :]
         if SILU:
             z *= tl.sigmoid(z)
@@ -297,9 +312,9 @@ def _forward_kernel(
 
 
 @triton.jit
-def _centred_and_dz(dy, x, at, mask, group_mean, w, b, SILU: tl.constexpr):
-    """x - mean, and the gradient before SiLU, of a tile."""
-    centred = tl.load(x + at, mask, other=0.0).to(tl.float32) - group_mean[None, :]
+def _centred_and_dz(dy, x, at, mask, centre, w, b, SILU: tl.constexpr):
+    """x + offset - mean, and the gradient before SiLU, of a tile."""
+    centred = tl.load(x + at, mask, other=0.0).to(tl.float32) - centre[None, :]
     dz = tl.load(dy + at, mask, other=0.0).to(tl.float32)
     if SILU:
         z = centred * w[None, :] + b[None, :]
@@ -317,14 +332,17 @@ def _backward_kernel(
     bias,
     scale,
     shift,
+    offset,
     mean,
     rstd,
     bias_sums,
     weight_sums,
     dscale,
     dshift,
+    doffset,
     scale_stride,
     shift_stride,
+    offset_stride,
     num_channels,
     num_pixels,
     num_groups,
@@ -334,6 +352,7 @@ def _backward_kernel(
     PIXEL_BLOCK: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
     SILU: tl.constexpr,
 ):
     IS_FULL: tl.constexpr = GROUP_CHANNELS == GROUP_BLOCK
@@ -343,18 +362,15 @@ def _backward_kernel(
     dy += image * num_channels * num_pixels
     dx += image * num_channels * num_pixels
     row = image * num_channels + channel
-    group_mean = tl.load(mean + image * num_groups + group)
+    centre = tl.load(mean + image * num_groups + group)
     group_rstd = tl.load(rstd + image * num_groups + group)
-    norm_w = tl.load(weight + channel, exists, other=0.0).to(tl.float32)
-    norm_b = tl.load(bias + channel, exists, other=0.0).to(tl.float32)
+    if HAS_OFFSET:
+        centre -= _load(offset + image * offset_stride, channel, exists)
+    norm_w, norm_b = _load(weight, channel, exists), _load(bias, channel, exists)
     w, b, factor = norm_w, norm_b, 1.0
     if HAS_SCALE:
-        factor = 1 + tl.load(scale + image * scale_stride + channel, exists, other=0.0).to(
-            tl.float32
-        )
-        b = norm_b * factor
-        b += tl.load(shift + image * shift_stride + channel, exists, other=0.0).to(tl.float32)
-        w = norm_w * factor
+        factor = 1 + _load(scale + image * scale_stride, channel, exists)
+        w, b = w * factor, b * factor + _load(shift + image * shift_stride, channel, exists)
     w *= group_rstd
 
     sums = tl.zeros((PIXEL_BLOCK, CHANNEL_BLOCK), tl.float32)
@@ -363,7 +379,7 @@ def _backward_kernel(
         at, mask = _tile(
             start, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
         )
-        centred, dz = _centred_and_dz(dy, x, at, mask, group_mean, w, b, SILU)
+        centred, dz = _centred_and_dz(dy, x, at, mask, centre, w, b, SILU)
         sums += dz
         products += dz * centred
     dz_sum, product_sum = tl.sum(sums, 0), tl.sum(products, 0) * group_rstd  # (channels,)
@@ -377,26 +393,33 @@ def _backward_kernel(
     count = GROUP_CHANNELS * num_pixels
     constant = _sum_groups(dz_sum * w, GROUPS, GROUP_BLOCK) / count
     along = _sum_groups(product_sum * w, GROUPS, GROUP_BLOCK) / count * group_rstd
+    if HAS_OFFSET:
+        sums = tl.zeros((PIXEL_BLOCK, CHANNEL_BLOCK), tl.float32)
     steps = tl.cdiv(num_pixels, PIXEL_BLOCK)
     for step in range(steps):
         start = (steps - 1 - step) * PIXEL_BLOCK
         at, mask = _tile(
             start, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
         )
-        centred, dz = _centred_and_dz(dy, x, at, mask, group_mean, w, b, SILU)
+        centred, dz = _centred_and_dz(dy, x, at, mask, centre, w, b, SILU)
         gradient = dz * w[None, :] - constant[None, :] - centred * along[None, :]
         tl.store(dx + at, gradient, mask)
+        if HAS_OFFSET:
+            sums += tl.where(mask, gradient, 0.0)
+    if HAS_OFFSET:
+        tl.store(doffset + row, tl.sum(sums, 0), exists)
 
 
 # Operators of torch, so that compiled code, fake tensors and dispatch modes take them as they are.
 _LIBRARY = torch.library.Library("lit_diffusion", "DEF")
 _LIBRARY.define(
     "group_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? scale, Tensor? shift,"
-    " int num_groups, float eps, bool silu) -> (Tensor, Tensor, Tensor)"
+    " Tensor? offset, int num_groups, float eps, bool silu) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "group_norm_silu_backward(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor? scale,"
-    " Tensor? shift, Tensor mean, Tensor rstd, bool silu) -> (Tensor, Tensor, Tensor, Tensor)"
+    " Tensor? shift, Tensor? offset, Tensor mean, Tensor rstd, bool silu)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.impl("group_norm_silu", _forward, "CompositeExplicitAutograd")
 _LIBRARY.impl("group_norm_silu_backward", _backward, "CompositeExplicitAutograd")
@@ -409,6 +432,7 @@ def _(
     bias: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
+    offset: Tensor | None,
     num_groups: int,
     eps: float,
     silu: bool,
@@ -425,10 +449,11 @@ def _(
     bias: Tensor,
     scale: Tensor | None,
     shift: Tensor | None,
+    offset: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sums = x.new_empty((2, *x.shape[:2]), dtype=torch.float32)
     dx = torch.empty_like(x, memory_format=_memory_format(x))
-    return dx, sums, _empty_like_scale(scale, x), _empty_like_scale(shift, x)
+    return dx, sums, *(_empty_like_row(t, x) for t in (scale, shift, offset))

@@ -69,12 +69,13 @@ class GroupNorm32(nn.GroupNorm):
         input: Tensor,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
+        offset: Tensor | None = None,
         *,
         silu: bool = False,
     ) -> Tensor:
-        """(B, C, ...), (B, C), (B, C) -> (B, C, ...)."""
-        affine = (self.weight, self.bias, scale, shift)
-        return group_norm_silu(input, *affine, num_groups=self.num_groups, eps=self.eps, silu=silu)
+        """(B, C, ...), (B, C), (B, C), (B, C) -> (B, C, ...)."""
+        tensors = (input, self.weight, self.bias, scale, shift, offset)
+        return group_norm_silu(*tensors, num_groups=self.num_groups, eps=self.eps, silu=silu)
 
 
 class PointwiseLinear(nn.Conv1d):
@@ -91,6 +92,18 @@ class PointwiseLinear(nn.Conv1d):
 def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
     """A 3x3 convolution that keeps height and width."""
     return nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1)
+
+
+def conv_and_bias(conv: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """conv(x) and None; on CUDA, conv(x) without its bias, and the bias (B, out_channels).
+
+    The norm that follows adds it in passing, and has its gradient from sums that it computes
+    anyway: two passes less over the images.
+    """
+    if not x.is_cuda or conv.bias is None:
+        return conv(x), None
+    h = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
+    return h, conv.bias.expand(x.shape[0], -1)
 
 
 class ResBlock(nn.Module):
@@ -136,14 +149,14 @@ class ResBlock(nn.Module):
         h = norm(x, silu=True)  # (B, in_channels, H, W)
         if self.resample is not None:
             h, x = self.resample(h), self.resample(x)  # (B, in_channels, H', W')
-        h = conv(h)  # (B, out_channels, H', W')
+        h, bias = conv_and_bias(conv, h)  # (B, out_channels, H', W'), and (B, out_channels) or None
 
         emb = self.emb_layers(emb)  # (B, 1 or 2 x out_channels)
         norm, _, dropout, conv = self.out_layers
         if self.scale_shift_norm:
-            h = norm(h, *emb.chunk(2, dim=1), silu=True)
+            h = norm(h, *emb.chunk(2, dim=1), bias, silu=True)
         else:
-            h = norm(h + emb[:, :, None, None], silu=True)
+            h = norm(h, offset=emb if bias is None else emb + bias, silu=True)
         h = conv(dropout(h))  # (B, out_channels, H', W')
         return cast(Tensor, self.skip_connection(x) + h)
 

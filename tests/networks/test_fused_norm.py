@@ -24,7 +24,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 """Of the norm of an error: a few roundings of float32, and one of the output's dtype."""
 
 
-def formula(x, weight, bias, scale, shift, num_groups, eps, silu):
+def formula(x, weight, bias, scale, shift, offset, num_groups, eps, silu):
+    if offset is not None:
+        x = x + offset.reshape(*offset.shape, *[1] * (x.ndim - 2))
     grouped = x.reshape(len(x), num_groups, -1)
     centred = grouped - grouped.mean(2, keepdim=True)
     normalised = centred / (centred.square().mean(2, keepdim=True) + eps).sqrt()
@@ -37,7 +39,7 @@ def formula(x, weight, bias, scale, shift, num_groups, eps, silu):
 
 
 def inputs(shape, dtype=torch.float64, *, channels_last=False, device="cpu", seed=0):
-    """x, weight, bias, scale and shift as two halves of one tensor, and a gradient of the output.
+    """x, weight, bias, offset, (scale, shift) in one tensor; and a gradient of the output.
 
     x has another mean and size in each channel; weights are in float32 at least, as under autocast.
     """
@@ -51,18 +53,20 @@ def inputs(shape, dtype=torch.float64, *, channels_last=False, device="cpu", see
     x = randn(*shape) * randn(*per_channel) + 3 * randn(*per_channel)
     wide = torch.promote_types(dtype, torch.float32)
     tensors = [(x, dtype), (randn(channels), wide), (randn(channels), wide)]
-    tensors += [(randn(batch, 2 * channels), dtype), (randn(*shape), dtype)]
-    x, weight, bias, scale_shift, dy = (t.to(device, dtype) for t, dtype in tensors)
+    tensors += [(3 * randn(channels), wide), (randn(batch, 2 * channels), dtype)]
+    x, *others, dy = (t.to(device, dtype) for t, dtype in [*tensors, (randn(*shape), dtype)])
     if channels_last:
         x = x.to(memory_format=torch.channels_last)
-    return [x, weight, bias, scale_shift], dy
+    return [x, *others], dy
 
 
-def output_and_gradients(operation, tensors, dy, num_groups, *, with_scale, silu):
-    """The output, and the gradients of x, weight, bias and (scale, shift)."""
-    tensors = [t.detach().requires_grad_() for t in tensors[: 3 + with_scale]]
-    scale_shift = tensors[3].chunk(2, dim=1) if with_scale else (None, None)
-    y = operation(*tensors[:3], *scale_shift, num_groups, EPS, silu)
+def output_and_gradients(operation, tensors, dy, num_groups, *, with_rows, silu):
+    """The output, and the gradients of x, weight, bias; with rows of offset, (scale, shift)."""
+    tensors = [t.detach().requires_grad_() for t in tensors[: 5 if with_rows else 3]]
+    rows = [None] * 3
+    if with_rows:
+        rows = [*tensors[4].chunk(2, dim=1), tensors[3].expand(len(dy), -1)]
+    y = operation(*tensors[:3], *rows, num_groups, EPS, silu)
     return y, *torch.autograd.grad(y, tensors, dy)
 
 
@@ -74,31 +78,31 @@ SHAPES = {
     "tokens": ((2, 12, 10), 3),
 }
 each_shape = pytest.mark.parametrize(("shape", "num_groups"), SHAPES.values(), ids=SHAPES)
-each_option = pytest.mark.parametrize(("with_scale", "silu"), [(True, True), (False, False)])
+each_option = pytest.mark.parametrize(("with_rows", "silu"), [(True, True), (False, False)])
 
 
 @each_shape
 @each_option
 @pytest.mark.parametrize("operation", [separate_group_norm_silu, affine_group_norm_silu])
-def test_operations_of_torch_are_the_formula(operation, shape, num_groups, with_scale, silu):
+def test_operations_of_torch_are_the_formula(operation, shape, num_groups, with_rows, silu):
     arguments = (*inputs(shape), num_groups)
-    expected = output_and_gradients(formula, *arguments, with_scale=with_scale, silu=silu)
-    actual = output_and_gradients(operation, *arguments, with_scale=with_scale, silu=silu)
+    expected = output_and_gradients(formula, *arguments, with_rows=with_rows, silu=silu)
+    actual = output_and_gradients(operation, *arguments, with_rows=with_rows, silu=silu)
     assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_large_mean_costs_no_digits():
-    (x, weight, bias, _), _ = inputs((2, 16, 8, 8))
-    x = x + 1000
-    expected = formula(x.float().double(), weight, bias, None, None, 4, EPS, True)
-    arguments = (x.float(), weight.float(), bias.float(), None, None, 4, EPS, True)
+    (x, weight, bias, *_), _ = inputs((2, 16, 8, 8))
+    x, nothing = x + 1000, [None] * 3
+    expected = formula(x.float().double(), weight, bias, *nothing, 4, EPS, True)
+    arguments = (x.float(), weight.float(), bias.float(), *nothing, 4, EPS, True)
     for operation in (separate_group_norm_silu, affine_group_norm_silu):
         assert_close(operation(*arguments).double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_on_the_cpu_it_is_torchs_operations_bit_for_bit():
-    (x, weight, bias, scale_shift), _ = inputs((2, 16, 8, 8), torch.float32, channels_last=True)
-    tensors = (x, weight, bias, *scale_shift.chunk(2, dim=1))
+    tensors, _ = inputs((2, 16, 8, 8), torch.float32, channels_last=True)
+    tensors = (*tensors[:3], *tensors[4].chunk(2, dim=1), tensors[3].expand(2, -1))
     output = group_norm_silu(*tensors, num_groups=4, eps=EPS)
     assert torch.equal(output, separate_group_norm_silu(*tensors, 4, EPS, True))
     assert output.is_contiguous(memory_format=torch.channels_last)
@@ -132,14 +136,14 @@ def kernels(*arguments):
 def test_kernels_on_odd_sizes_are_the_formula(shape, num_groups, channels_last, dtype, device):
     if channels_last and len(shape) != 4:
         return
-    check_kernels(shape, num_groups, dtype, device, channels_last, with_scale=True, silu=True)
+    check_kernels(shape, num_groups, dtype, device, channels_last, with_rows=True, silu=True)
 
 
 @on_device
-@pytest.mark.parametrize("with_scale", [True, False])
+@pytest.mark.parametrize("with_rows", [True, False])
 @pytest.mark.parametrize("silu", [True, False])
-def test_kernels_on_fewer_terms_are_the_formula(with_scale, silu, device):
-    check_kernels((2, 12, 5, 3), 4, torch.float32, device, True, with_scale=with_scale, silu=silu)
+def test_kernels_on_fewer_terms_are_the_formula(with_rows, silu, device):
+    check_kernels((2, 12, 5, 3), 4, torch.float32, device, True, with_rows=with_rows, silu=silu)
 
 
 def check_kernels(shape, num_groups, dtype, device, channels_last, **options):
@@ -152,7 +156,9 @@ def check_kernels(shape, num_groups, dtype, device, channels_last, **options):
         assert tensor.dtype == dtype
         assert tensor.is_contiguous(memory_format=memory_format)
     for value, correct in zip(actual, expected, strict=True):
-        error = (value.double() - correct).norm() / correct.norm()
+        # An offset has the gradient 0 if each channel is a group: a sum of those of x.
+        size = correct.norm() if correct.norm() > 1e-9 else expected[1].norm()
+        error = (value.double() - correct).norm() / size
         assert error < TOLERANCE[dtype]
 
 
@@ -161,7 +167,7 @@ def check_kernels(shape, num_groups, dtype, device, channels_last, **options):
 def test_kernels_on_a_large_mean_lose_no_digits(channels_last, device):
     tensors, dy = inputs((2, 16, 8, 8), torch.float32, channels_last=channels_last, device=device)
     tensors[0] = tensors[0] + 1000
-    options = {"with_scale": False, "silu": True}
+    options = {"with_rows": False, "silu": True}
     actual, *_ = output_and_gradients(kernels, tensors, dy, 4, **options)
     doubles = [t.double() for t in tensors], dy.double()
     expected, *_ = output_and_gradients(formula, *doubles, 4, **options)
@@ -171,7 +177,7 @@ def test_kernels_on_a_large_mean_lose_no_digits(channels_last, device):
 @on_device
 def test_kernels_on_slices_and_other_layouts_of_gradients(device):
     tensors, dy = inputs((2, 16, 8, 8), torch.float32, channels_last=True, device=device)
-    options = {"with_scale": True, "silu": True}
+    options = {"with_rows": True, "silu": True}
     expected = output_and_gradients(kernels, tensors, dy, 4, **options)
     channels_last = dy.to(memory_format=torch.channels_last)
     actual = output_and_gradients(kernels, tensors, channels_last, 4, **options)
@@ -189,7 +195,8 @@ def test_kernels_on_second_derivatives_are_the_formula(device):
 
     def second_derivatives(operation, tensors):
         tensors = [t.detach().requires_grad_() for t in tensors]
-        arguments = (*tensors[1:3], *tensors[3].chunk(2, dim=1), 4, EPS, True)
+        rows = (*tensors[4].chunk(2, dim=1), tensors[3].expand(2, -1))
+        arguments = (*tensors[1:3], *rows, 4, EPS, True)
         loss = operation(operation(tensors[0], *arguments), *arguments).square().sum()
         first = torch.autograd.grad(loss, tensors, create_graph=True)
         projection = sum((g * g.detach().cos()).sum() for g in first)
@@ -204,9 +211,9 @@ def test_kernels_on_second_derivatives_are_the_formula(device):
 
 @pytest.mark.gpu
 def test_transforms_and_float64_are_left_to_torchs_operations():
-    (x, weight, bias, _), dy = inputs((2, 8, 4, 4), device="cuda")
-    options = {"num_groups": 4, "eps": EPS}
-    expected = formula(x, weight, bias, None, None, 4, EPS, True)
+    (x, weight, bias, *_), dy = inputs((2, 8, 4, 4), device="cuda")
+    options, nothing = {"num_groups": 4, "eps": EPS}, [None] * 3
+    expected = formula(x, weight, bias, *nothing, 4, EPS, True)
     assert_close(group_norm_silu(x, weight, bias, **options), expected, rtol=1e-9, atol=1e-9)
 
     def of_x(x):
@@ -214,7 +221,7 @@ def test_transforms_and_float64_are_left_to_torchs_operations():
 
     _, forward = torch.func.jvp(of_x, (x.float(),), (dy.float(),))
     _, correct = torch.func.jvp(
-        lambda x: formula(x, weight, bias, None, None, 4, EPS, True), (x,), (dy,)
+        lambda x: formula(x, weight, bias, *nothing, 4, EPS, True), (x,), (dy,)
     )
     assert_close(forward.double(), correct, rtol=1e-4, atol=1e-4)
     with torch.autograd.forward_ad.dual_level():

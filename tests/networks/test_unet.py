@@ -124,6 +124,23 @@ def test_channels_last_changes_the_memory_format_alone(changes):
     assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("changes", [{}, {"resblock_updown": True, "scale_shift_norm": False}])
+def test_a_gpu_computes_outputs_and_gradients_of_the_cpu(changes, dtype, monkeypatch):
+    """Where convolutions leave their bias to the norm, which in float32 is a kernel of our own."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    network, inputs = small("unet", "none", **changes).double(), batch(torch.float64)
+    expected = {"output": network(*inputs), **gradients(network, *inputs)}
+    network = network.to("cuda", dtype, memory_format=torch.channels_last)
+    x, noise_label = (t.cuda() for t in inputs)
+    x = x.to(dtype, memory_format=torch.channels_last)
+    actual = {"output": network(x, noise_label), **gradients(network, x, noise_label)}
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-9
+    for name, value in expected.items():
+        assert (actual[name].cpu() - value).norm() <= tolerance * value.norm(), name
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", ["none", "tokens"])
 @pytest.mark.parametrize("changes", [{}, {"resblock_updown": True, "scale_shift_norm": False}])

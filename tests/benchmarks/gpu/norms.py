@@ -55,7 +55,7 @@ def inputs(shape: tuple[int, ...], channels_last: bool, with_scale: bool) -> tup
     scale_shift = [None, None]
     if with_scale:
         scale_shift = list(torch.randn(2, *shape[:2], device=DEVICE).bfloat16())
-    tensors = [x, weight, bias, *scale_shift]
+    tensors = [x, weight, bias, *scale_shift, None]
     return [t if t is None else t.requires_grad_() for t in tensors], dy
 
 
