@@ -251,7 +251,7 @@ class DiscreteVP:
         """
         table = self._copies.get(device)
         if table is None:
-            table = self._table.to(device)
+            table = self._table.to(device, non_blocking=True)
             if type(table) is Tensor:
                 self._copies[device] = table
         return table

@@ -1,10 +1,11 @@
 from copy import deepcopy
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from support.saving import fit, saved
-from support.tiny_run import TinyModule, TinyNet
+from support.tiny_run import TinyData, TinyModule, TinyNet
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.optim import SGD, Adam, AdamW, RMSprop
@@ -114,3 +115,38 @@ def test_a_fused_fit_clips_in_mixed_precision_and_resumes_to_the_bit(tmp_path):
     for part in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
     assert whole["optimizer_states"][0]["param_groups"][0]["fused"] is True
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_fit_on_a_gpu_is_fused_clips_and_goes_on_from_the_cpu(tmp_path, precision):
+    def adam(params):
+        return with_fused_kernels(Adam(params, lr=0.1))
+
+    def on_gpu(steps, resume=None):
+        trainer = pl.Trainer(
+            callbacks=[LastCheckpoint(tmp_path / "gpu"), EMA(0.5)],
+            accelerator="gpu",
+            devices=1,
+            logger=False,
+            max_steps=steps,
+            precision=precision,
+            gradient_clip_val=0.1,
+            num_sanity_val_steps=0,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(TinyModule(TinyNet(3), adam), TinyData(), ckpt_path=resume)
+        (group,) = trainer.optimizers[0].param_groups
+        counts = [state["step"] for state in trainer.optimizers[0].state.values()]
+        assert group["fused"] is True
+        assert all(count.is_cuda for count in counts)
+        skipped = 0 if precision != "16-mixed" else steps  # at most, while the scale is found
+        assert all(steps - skipped <= count <= steps for count in counts)
+
+    fit(LastCheckpoint(tmp_path), tmp_path, None, [EMA(0.5)], TinyModule(TinyNet(3), adam))
+    on_gpu(15, tmp_path / "last.ckpt")
+    resumed = TinyModule(TinyNet(3), adam)  # and back to the CPU
+    folder = tmp_path / "gpu"
+    fit(LastCheckpoint(folder), folder, folder / "last.ckpt", [EMA(0.5)], resumed, max_steps=18)
+    assert saved(folder)["optimizer_states"][0]["param_groups"][0]["fused"] is None
