@@ -154,3 +154,13 @@ def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkey
     runpy.run_path(str(ROOT / "tests/benchmarks/runs_to_csv.py"), run_name="__main__")
     runs = [run for run in collect_runs([str(tmp_path / "sweep")]) if run.seed != "7"]
     assert read_arms([str(table)]) == arms_of(select(runs))
+
+
+@pytest.mark.parametrize("name", ["performance", "performance-before"])
+def test_the_tables_of_speed_are_of_the_rows_beside_them(name):
+    rows = RESULTS / f"{name}.jsonl"
+    command = [sys.executable, ROOT / "tests/benchmarks/gpu/table.py", rows]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    page = (RESULTS / "performance.md").read_text()
+    assert all(text in page for text in output.strip().split("\n\n"))
+    assert "|---" in output
