@@ -138,7 +138,7 @@ def _is_transformed(*tensors: Tensor | None) -> bool:
     return any(dual.tangent is not None for dual in duals)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `fused_norm_triton` supports these."""
     return device.type == "cuda" and dtype != torch.float64 and _import_kernels(device)

@@ -456,4 +456,5 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     sums = x.new_empty((2, *x.shape[:2]), dtype=torch.float32)
     dx = torch.empty_like(x, memory_format=_memory_format(x))
-    return dx, sums, *(_empty_like_row(t, x) for t in (scale, shift, offset))
+    dscale, dshift, doffset = (_empty_like_row(t, x) for t in (scale, shift, offset))
+    return dx, sums, dscale, dshift, doffset

@@ -94,13 +94,13 @@ def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
     return nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1)
 
 
-def conv_and_bias(conv: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """conv(x) and None; on CUDA, conv(x) without its bias, and the bias (B, out_channels).
 
     The norm that follows adds it in passing, and has its gradient from sums that it computes
     anyway: two passes less over the images.
     """
-    if not x.is_cuda or conv.bias is None:
+    if not x.is_cuda or type(conv) is not nn.Conv2d or conv.bias is None:
         return conv(x), None
     h = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
     return h, conv.bias.expand(x.shape[0], -1)

@@ -20,15 +20,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lit_diffusion.networks import fused_norm
 from lit_diffusion.networks import fused_norm_triton as kernels
-from lit_diffusion.networks.fused_norm import affine_group_norm_silu, separate_group_norm_silu
+from lit_diffusion.networks.fused_norm import separate_group_norm_silu
+from lit_diffusion.networks.unet import ResBlock
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 SHAPES = [(128, 256, 32, 32), (128, 256, 16, 16), (128, 128, 32, 32), (128, 512, 8, 8)]
 if not GPU:
     SHAPES = [(2, 64, 4, 4)]
-BLOCKS = [(32, 4096, 8), (16, 4096, 8), (64, 8192, 16), (32, 2048, 4)]
+BLOCKS = [(32, 4096, 8), (32, 2048, 8), (64, 4096, 8), (32, 4096, 16)]
 """Channels and elements of a tile, and warps, of the Triton kernels."""
 OPTIONS = (32, 1e-5, True)
 START = time.perf_counter()
@@ -83,8 +85,10 @@ def milliseconds(call: Callable[[int], object], sets: int) -> float:
     return statistics.median(times)
 
 
-def measure(operation: Callable[..., Tensor], tensors: list[tuple[list, Tensor]]) -> dict:
-    """Forward, and forward + backward, over sets of tensors."""
+def measure(
+    operation: Callable[..., Tensor], tensors: list[tuple[list, Tensor]], with_forward: bool = True
+) -> dict:
+    """Forward without a graph, and forward + backward, over sets of tensors."""
 
     def forward(i: int) -> Tensor:
         with torch.no_grad():
@@ -97,7 +101,10 @@ def measure(operation: Callable[..., Tensor], tensors: list[tuple[list, Tensor]]
 
     begin = time.perf_counter()
     row = {}
-    for name, call in (("forward", forward), ("forward_backward", both)):
+    calls = {"forward": forward, "forward_backward": both}
+    for name, call in calls.items():
+        if name == "forward" and not with_forward:
+            continue
         side = torch.cuda.Stream() if GPU else None
         if side:  # as capture asks for
             side.wait_stream(torch.cuda.current_stream())
@@ -115,7 +122,7 @@ def report(results: Path | None, row: dict) -> None:
     row["at"] = time.perf_counter() - START
     print(
         f"{row['at']:5.1f}s {row['shape']!s:20} {row['layout']:13} {row['variant']:34} "
-        f"forward {row['forward']:.4f}  both {row['forward_backward']:.4f} ms  "
+        f"forward {row.get('forward', 0):.4f}  both {row['forward_backward']:.4f} ms  "
         f"{row.get('keeps_layout', '')!s:5} took {row.get('seconds', 0):.1f} s",
         flush=True,
     )
@@ -148,34 +155,53 @@ def variants(shape: tuple[int, ...], channels_last: bool) -> dict[str, tuple[Cal
     return rows
 
 
+def res_block(shape: tuple[int, ...], compiled: bool, with_kernels: bool) -> dict:
+    """A ResBlock under bf16 autocast in channels_last, with the Triton kernels or without."""
+    has_kernels = fused_norm._has_kernels
+    if not with_kernels:
+        fused_norm._has_kernels = torch.compiler.assume_constant_result(lambda *_: False)
+    channels = shape[1]
+    block = ResBlock(channels, channels, 512, 0.0, scale_shift_norm=True, norm_groups=32)
+    block = block.to(DEVICE, memory_format=torch.channels_last)
+    if compiled:
+        block.compile(fullgraph=True)
+    x, dy = (t.bfloat16() for t in torch.randn(2, *shape, device=DEVICE))
+    x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
+    emb, weights = torch.randn(shape[0], 512, device=DEVICE), list(block.parameters())
+
+    def operation(x: Tensor, *_: object) -> Tensor:
+        with torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False):
+            return block(x, emb)
+
+    row = measure(operation, [([x.requires_grad_(), *weights], dy)], with_forward=False)
+    fused_norm._has_kernels = has_kernels
+    return row
+
+
 def main() -> None:
-    """All rows: the shapes, then the compiled ones, which take longest."""
+    """All rows: the shapes, then a ResBlock, whose compilation takes longest."""
     results = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     torch.manual_seed(0)
     print(torch.cuda.get_device_name() if GPU else "no GPU", torch.__version__)
-    compiled = {
-        "compiled, affine": torch.compile(affine_group_norm_silu, dynamic=False),
-        "compiled, separate": torch.compile(separate_group_norm_silu, dynamic=False),
-    }
-    cases = [(shape, layout, False) for shape in SHAPES for layout in (True, False)]
-    if GPU:
-        cases += [(SHAPES[0], True, True), (SHAPES[3], True, True)]
-    for shape, channels_last, is_compiled in cases:
+    for shape, channels_last in [(s, layout) for s in SHAPES for layout in (True, False)]:
         label = {"shape": shape, "layout": "channels_last" if channels_last else "contiguous"}
         elements = torch.Size(shape).numel()
         sets = max(1, min(8, 3 * 10**8 // (4 * elements))) if GPU else 1
-        if not is_compiled:
-            pairs = [torch.randn(2, *shape, device=DEVICE).bfloat16() for _ in range(sets)]
-            copy = milliseconds(lambda i, pairs=pairs: pairs[i][0].copy_(pairs[i][1]), sets)
-            floor = {"forward": copy, "forward_backward": 2.5 * copy}
-            report(results, {**label, "variant": "floor (copies of as many bytes)", **floor})
-            del pairs
-        rows = variants(shape, channels_last)
-        if is_compiled:
-            rows = {name: (operation, False) for name, operation in compiled.items()}
-        for name, (operation, with_scale) in rows.items():
+        pairs = [torch.randn(2, *shape, device=DEVICE).bfloat16() for _ in range(sets)]
+        copy = milliseconds(lambda i, pairs=pairs: pairs[i][0].copy_(pairs[i][1]), sets)
+        floor = {"forward": copy, "forward_backward": 2.5 * copy}
+        report(results, {**label, "variant": "floor (copies of as many bytes)", **floor})
+        del pairs
+        for name, (operation, with_scale) in variants(shape, channels_last).items():
             tensors = [inputs(shape, channels_last, with_scale) for _ in range(sets)]
             report(results, {**label, "variant": name, **measure(operation, tensors)})
+    for name, compiled, with_kernels in (
+        ("ResBlock, eager", False, True),
+        ("ResBlock compiled, kernels", True, True),
+        ("ResBlock compiled, inductor", True, False),
+    ):
+        row = res_block(SHAPES[0], compiled and GPU, with_kernels)
+        report(results, {"shape": SHAPES[0], "layout": "channels_last", "variant": name, **row})
 
 
 if __name__ == "__main__":
