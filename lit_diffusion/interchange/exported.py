@@ -84,7 +84,10 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         )
     with checked_read(folder / RECORD, "record of a network", "export it again") as file:
         record = rename_config(json.loads(file.read_text()))
-        expected = record["sha256"]
+        expected, network = record["sha256"], record["network"]
+        is_spec = isinstance(network, dict) and isinstance(network.get("init_args"), dict)
+        if not is_spec or not isinstance(record.get("weights", ""), str):
+            raise ValueError("it has values of other types")
     path = check_regular(folder / WEIGHTS)
     with path.open("rb") as weights:
         sha256 = hashlib.file_digest(weights, "sha256").hexdigest()

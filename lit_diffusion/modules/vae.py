@@ -76,11 +76,15 @@ class VAECodec:
                 f"{self.folder} holds {config.get('_class_name')}, and an AutoencoderKL is needed."
             )
         with checked_read(self.folder / "config.json", "config of an AutoencoderKL"):
-            self.scale: float = config.get("scaling_factor", 0.18215) if scale is None else scale
-            self.shift: float = (config.get("shift_factor") or 0.0) if shift is None else shift
+            self.scale = float(config.get("scaling_factor", 0.18215) if scale is None else scale)
+            self.shift = float((config.get("shift_factor") or 0.0) if shift is None else shift)
             self.image_channels = int(config["in_channels"])
             self._latent_channels = int(config["latent_channels"])
             self._reduction = 2 ** (len(config["block_out_channels"]) - 1)
+            for name in ("layers_per_block", "norm_num_groups"):
+                number = config.get(name, 1)
+                if type(number) is not int or not 1 <= number <= 1000:
+                    raise ValueError(f"{name} must be 1 to 1000, and is {number!r:.50}")
             is_valid = 0 < self.scale < inf and isfinite(self.shift) and batch_size >= 1
         if not is_valid:
             raise ValueError(

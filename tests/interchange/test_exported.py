@@ -107,6 +107,17 @@ def test_nothing_is_imported_that_a_record_names_and_without_a_record_there_is_n
         load_network(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "odd", [{"network": [1]}, {"network": {"init_args": 0}}, {"network": None}, {"weights": [1]}]
+)
+def test_a_record_with_odd_values_is_damaged(odd, tmp_path):
+    write(tmp_path)
+    record = json.loads((tmp_path / RECORD).read_text())
+    (tmp_path / RECORD).write_text(json.dumps(record | odd))
+    with pytest.raises(ValueError, match=r"network\.json is damaged .*other types"):
+        load_network(tmp_path)
+
+
 def test_a_file_in_the_place_of_the_folder_is_kept(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="is a file; name a folder"):

@@ -213,6 +213,25 @@ def test_a_folder_of_something_else_is_refused(folder, tmp_path):
         VAECodec(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layers_per_block", 10**30),  # would take for ever to build
+        ("norm_num_groups", -1),
+        ("norm_num_groups", True),
+        ("shift_factor", 10**400),
+        ("scaling_factor", "x"),
+        ("block_out_channels", 3),
+    ],
+)
+def test_a_config_with_odd_values_is_refused(tmp_path, name, value):
+    small_vae.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
+    with pytest.raises(ValueError, match=r"config\.json is damaged or no config of an Autoenc"):
+        VAECodec(str(tmp_path))
+
+
 def test_weights_that_are_not_all_there_are_refused_and_not_made_up(tmp_path):
     small_vae.save(tmp_path)
     state = load_file(tmp_path / WEIGHTS)
