@@ -260,8 +260,8 @@ class FiniteUpdates(pl.Callback):
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
         else:  # the scaler sets found_inf, by what it finds in the gradients
             grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-            first = next(grad for grad in grads if grad is not None)
-            first.masked_fill_(self._found_inf > 0, math.nan)
+            if (grad := next((g for g in grads if g is not None), None)) is not None:
+                grad.masked_fill_(self._found_inf > 0, math.nan)
         flag = self._found_inf.to("cpu", non_blocking=True)  # into pinned memory
         copied = None
         if self._found_inf.is_cuda:

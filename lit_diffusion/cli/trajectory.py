@@ -49,8 +49,8 @@ class Trajectory:
         if step % self._every:
             return
         alpha, sigma = self._module.process.alpha_sigma(t)
-        scaled = x_t / (alpha**2 + sigma**2).sqrt().to(x_t)
-        images = (self._module.codec.decode(x).cpu() for x in (scaled, x0))
+        scaled = x_t / (alpha**2 + sigma**2).sqrt().to(x_t.dtype)
+        images = (self._module.codec.decode(x) for x in (scaled, x0))
         self.frames.append(Frame(step, float(sigma / alpha), *images))
         if len(self.frames) == MAX_GIF_STEPS:
             del self.frames[1::2]
@@ -74,7 +74,9 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
         images = generator.generate(range(min(num, NUM_TRAJECTORIES)))
     finally:
         module.watch = None
-    frames = [*trajectory.frames, Frame("end", 0.0, images, images)]
+    # Moved here, so that no step waits for the device.
+    frames = [each._replace(x_t=each.x_t.cpu(), x0=each.x0.cpu()) for each in trajectory.frames]
+    frames.append(Frame("end", 0.0, images, images))
     names = [f"seed {generator.options.seed + i}" for i in range(len(images))]
     pictures = [_draw_frame(frame, names) for frame in frames]
     durations = [1000 * GIF_SECONDS // len(frames)] * (len(frames) - 1) + [1500]
