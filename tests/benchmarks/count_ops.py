@@ -81,8 +81,8 @@ class CountOperations(TorchDispatchMode):
 class CountStep(Callback):
     """Counts the operations from the start of a batch to the start of the next."""
 
-    def __init__(self) -> None:
-        self.mode = CountOperations()
+    def __init__(self, adam: str) -> None:
+        self.mode, self.adam = CountOperations(), adam
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -94,7 +94,9 @@ class CountStep(Callback):
         self.mode.attribute(pl_module.network, "forward", "network")
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        for optimizer in trainer.optimizers:  # its step contains the closure, and so the clipping
+        for optimizer in trainer.optimizers:
+            optimizer.param_groups[0][self.adam] = True
+            # The step contains the closure, and so the clipping.
             optimizer.register_step_pre_hook(lambda *_: self.mode.parts.append("optimizer"))
             optimizer.register_step_post_hook(lambda *_: self.mode.parts.pop() and None)
 
@@ -105,9 +107,9 @@ class CountStep(Callback):
             self.mode.__exit__(None, None, None)
 
 
-def count(config: str, options: list[str]) -> dict[str, Counter[str]]:
+def count(config: str, adam: str, options: list[str]) -> dict[str, Counter[str]]:
     """Operations by part and name."""
-    counter = CountStep()
+    counter = CountStep(adam)
 
     class CLI(RunCLI):
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -149,5 +151,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for config in arguments.configs:
         options = [*OPTIONS[config], f"--trainer.precision={arguments.precision}"]
-        options.append(f"--model.optimizer.{arguments.adam}=true")
-        print_table(config, count(config, options), arguments.details)
+        counts = count(config, arguments.adam, options)
+        print_table(config, counts, arguments.details)
