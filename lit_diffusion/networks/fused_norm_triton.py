@@ -6,8 +6,8 @@ A program has all P pixels of an image in some groups of channels, and passes ov
 sums over pixels, then for the output. The second pass runs backwards and reads mostly from the
 caches, so that device memory is read about once. In channels_last format a program takes 32
 neighbouring channels, since 64 bytes are the smallest unit that memory reads at full speed; in
-contiguous format it takes whole rows. There are no atomics and nothing is tuned at run time, so that
-the same input gives the same bits.
+contiguous format it takes whole rows. There are no atomics and nothing is tuned at run time, so
+that the same input gives the same bits.
 
 Shapes: x (N, C, P) in either format; mean and rstd (N, G) float32 of G groups.
 """
