@@ -7,7 +7,8 @@ import torch
 from lightning.pytorch import Callback
 from support.plain_module import make_trainer
 from support.resuming import Recipe, assert_undisturbed
-from support.small_networks import NETWORKS, small
+from support.small_networks import NETWORKS, gradients, small
+from support.spawn import spawn
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from torch import nn
 from torch._dynamo.utils import counters
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 
 from lit_diffusion.losses import HybridLoss, MinSNR
 from lit_diffusion.modules import compiled
-from lit_diffusion.modules.compiled import check_accumulation
+from lit_diffusion.modules.compiled import check_accumulation, compile_network
 from lit_diffusion.processes import CosineBetas, DiscreteVP
 
 NUM_CLASSES = 10  # of the networks of `small`
@@ -70,12 +71,18 @@ class Samples(Callback):
         self.graphs.append(counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NETWORKS)
-def test_sizes_of_batches_compile_once(tmp_path, monkeypatch, name):
-    """A graph for each size of a training batch, 8 and 6, and one for validation and samples."""
-    compile_by = partial(nn.Module.compile, backend="aot_eager", fullgraph=True)  # in seconds
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Graphs are captured as by inductor, but run by torch's own kernels, which takes seconds."""
+    compile_by = partial(nn.Module.compile, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(nn.Module, "compile", lambda self, mode, **how: compile_by(self, **how))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("name", NETWORKS)
+def test_sizes_of_batches_compile_once(tmp_path, name):
+    """A graph for each size of a training batch, 8 and 6, and one for validation and samples."""
     changes = {"channel_mult": (1,), "attention_downsample": (1,)} if name == "unet" else {}
     network = small(name, out_channels=1, **changes)
     module = tiny_diffusion(network=network, num_classes=NUM_CLASSES, compile="default")
@@ -90,6 +97,7 @@ def test_sizes_of_batches_compile_once(tmp_path, monkeypatch, name):
 def test_losses_and_gradients_are_those_of_the_eager_network(name):
     changes = {"model_channels": 8, "channel_mult": (1,), "attention_downsample": (1,)}
     changes = changes if name == "unet" else {"width": 16, "depth": 2}
+    changes |= {"in_context_start": 1} if name == "jit" else {}
     network = small(name, out_channels=1, **changes)
     module = tiny_diffusion(network=network, num_classes=NUM_CLASSES)
     x0, noise = torch.randn(2, 4, 1, 8, 8)
@@ -104,7 +112,7 @@ def test_losses_and_gradients_are_those_of_the_eager_network(name):
     expected = losses_and_gradients()
     module.compile_network()
     for actual, eager in zip(losses_and_gradients(), expected, strict=True):
-        assert_close(actual, eager, rtol=1e-5, atol=1e-5 * eager.abs().max())
+        assert_close(actual, eager, rtol=1e-5, atol=1e-5 * eager.abs().max().item())
 
 
 @pytest.mark.slow
@@ -137,6 +145,26 @@ def test_a_learned_variance_compiles_once_for_each_size_of_training_batches(monk
     compiled._compile.cache_clear()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("channels_last", [True, pytest.param(False, marks=pytest.mark.rare)])
+def test_gradients_under_autocast_are_as_exact_as_eager_ones(channels_last):
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    changes = {"model_channels": 8, "channel_mult": (1,), "attention_downsample": (1,)}
+    network = small("unet", "none", **changes).to(memory_format=layout)
+    x, noise_label = torch.randn(4, 1, 8, 8).to(memory_format=layout), torch.rand(4) * 999
+    exact = gradients(copy.deepcopy(network).double(), x.double(), noise_label, None)
+
+    def error():
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = gradients(network, x, noise_label, None)
+        difference = sum((g - exact[name]).square().sum() for name, g in actual.items())
+        return (difference / sum(g.square().sum() for g in exact.values())).sqrt().item()
+
+    eager = error()
+    compile_network(network, "default")
+    assert error() < 1.5 * eager
+
+
 def freshly_compiled():
     """As in a new process, a compiled network with dropout."""
     torch.compiler.reset()
@@ -148,3 +176,21 @@ def test_a_compiled_fit_that_died_is_resumed_to_the_last_bit(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     callbacks = ("EMA", "SampleGrid", "FiniteUpdates")
     assert_undisturbed(tmp_path, Recipe(callbacks, module=freshly_compiled), batch=4)
+
+
+def weights_of_ranks(folder, compile):
+    torch.set_num_threads(1)
+    module = tiny_diffusion(compile=compile, label_dropout=0.0)
+    module.network.dropout.p = 0.0  # whose random numbers would be others
+    trainer = make_trainer(folder, devices=2, strategy="ddp")
+    trainer.fit(module, images(32, 4))
+    return [p.detach().numpy() for p in module.parameters()]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_compiled_as_they_do_eagerly(tmp_path):
+    compiled, other = spawn(weights_of_ranks, 2, tmp_path, "default")
+    eager, _ = spawn(weights_of_ranks, 2, tmp_path, None)
+    for ours, others, expected in zip(compiled, other, eager, strict=True):
+        assert (ours == others).all()
+        assert_close(ours, expected, rtol=1e-4, atol=1e-5)
