@@ -160,13 +160,13 @@ def test_data_that_a_checkpoint_alone_names_are_not_touched(
 GENERATING = (
     *("--num", "--out", "--weights", "--labels", "--prompt", "--steps", "--solver", "--guidance"),
     *("--guidance_interval", "--guidance_rescale", "--weaker", "--classifier", "--init"),
-    *("--strength", "--mask", "--seed", "--ema"),
+    *("--strength", "--mask", "--seed", "--ema", "--float32_precision"),
 )
 
 
 def test_options_for_generating_images_are_refused_beside_images_by_name(run, capsys):
     for name in GENERATING:
-        value = "0.1,2" if name == "--guidance_interval" else 1
+        value = {"--guidance_interval": "0.1,2", "--float32_precision": "tf32"}.get(name, 1)
         assert call(f"evaluate --images x --checkpoint run {name}={value}") == 2
         assert f"leave out {name}, which would" in capsys.readouterr().err
     assert call("evaluate --images x --seed 3 --reference real --steps 2") == 2
