@@ -192,5 +192,5 @@ class Waits(AbstractContextManager[None]):
             self.places[" > ".join(places)] += 1
 
     def __exit__(self, *_: Any) -> None:
+        warnings.showwarning = self.show  # first, as the next line would count as one
         torch.cuda.set_sync_debug_mode("default")
-        warnings.showwarning = self.show
