@@ -64,6 +64,20 @@ def test_a_failed_write_leaves_the_previous_file_and_no_other(file, monkeypatch)
     assert os.listdir(file.parent) == [file.name]
 
 
+def test_the_checkpoint_io_of_a_fit_is_atomic_on_a_disk_and_writes_to_urls(tmp_path, monkeypatch):
+    written, content = [], {"state_dict": {"w": torch.ones(9)}}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        saving.TorchCheckpointIO,
+        "save_checkpoint",
+        lambda _, content, path, options: written.append(path),
+    )
+    for path in (tmp_path / "x.ckpt", "s3://bucket/x.ckpt"):
+        AtomicCheckpointIO().save_checkpoint(content, path)
+    assert_same_bits(read_checkpoint(tmp_path / "x.ckpt")["state_dict"], content["state_dict"])
+    assert written == ["s3://bucket/x.ckpt"]
+
+
 def test_files_from_urls_are_read_without_running_code_too(monkeypatch):
     asked = []
     monkeypatch.setattr(

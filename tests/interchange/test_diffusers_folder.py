@@ -53,9 +53,9 @@ def module(network=None, **changes):
     return tiny_diffusion(network=network, **(plain | changes)).eval()
 
 
-def dit():
+def dit(**changes):
     """With its table of positions as it is, which is not trained."""
-    network = DiT(**DIT)
+    network = DiT(**(DIT | changes))
     positions = network.pos_embed.clone()
     fill_(network).pos_embed.copy_(positions)
     return network
@@ -149,6 +149,29 @@ def test_an_export_says_whether_images_are_the_same(network, solver, expected, t
     ours = module(network, solver=solver, **classes, **shape)
     write(tmp_path, ours, DIT if is_dit else arguments)
     assert re.search(expected, compare_with_pipeline(tmp_path, ours))
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "solver", "changes"),
+    [
+        (unet, ARGUMENTS | {"out_channels": 2}, DDPM(LearnedRange(), steps=7), {}),
+        (
+            dit,
+            DIT | {"out_channels": 8},
+            DDIM(10, times=Stride(), clip=False),
+            {"image_shape": (4, 8, 8), "num_classes": 3},
+        ),
+    ],
+    ids=["DDPMScheduler", "DDIMScheduler"],
+)
+def test_images_are_the_same_whether_or_not_the_scheduler_takes_a_learned_variance(
+    make, arguments, solver, changes, tmp_path
+):
+    pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
+    network = make(out_channels=arguments["out_channels"])
+    ours = module(network, solver=solver, loss=HybridLoss(Simple()), **changes)
+    write(tmp_path, ours, arguments)
+    assert "images are the same" in compare_with_pipeline(tmp_path, ours)
 
 
 def test_latents_are_not_the_same_if_they_differ_by_half_of_their_spread(tmp_path):

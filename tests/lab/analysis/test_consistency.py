@@ -83,6 +83,13 @@ def test_the_picture_has_a_row_a_model_and_a_column_a_seed(tmp_path, channels):
         assert (np.array(picture.convert("L")) < 250).mean() > 0.2
 
 
+def test_the_picture_has_twelve_seeds(tmp_path):
+    images = IMAGES[:2, [0] * 14]
+    draw_consistency(measure_consistency(images, ["a", "b"]), images, tmp_path / "two.png")
+    with Image.open(tmp_path / "two.png") as picture:
+        assert picture.width == (0.75 * 12 + 2) * 120
+
+
 def test_images_of_one_class_are_compared_with_each_other_alone():
     labels = torch.arange(12) % 5
     result = measure_consistency(IMAGES[:2], ["a", "b"], labels=labels)

@@ -121,6 +121,16 @@ def test_the_picture_shows_the_density(monkeypatch):
     assert all(lowest < height < highest for height in figures[0].axes[0].lines[1].get_ydata())
 
 
+def test_a_long_note_does_not_cover_the_density(tmp_path, monkeypatch):
+    spectrum = Spectrum(10, np.array([[3.0, 1.0]]), np.array([[0.5, 0.5]]))
+    figures, save = [], common.save_figure
+    monkeypatch.setattr(common, "save_figure", lambda *a: (figures.append(a[0]), save(*a)))
+    draw_spectra({"u": spectrum}, tmp_path / "a.png", "how it was computed: " * 20)
+    figures[0].draw_without_rendering()
+    (axes,), note = figures[0].axes, figures[0]._suptitle
+    assert note.get_window_extent().y0 >= axes.get_window_extent().y1
+
+
 class Cut(torch.autograd.Function):
     """x^3 whose derivative is computed where autograd does not see it, as fused kernels do."""
 

@@ -71,3 +71,17 @@ def test_a_trajectory_is_drawn_on_the_contours_also_of_negative_losses(monkeypat
     points = np.array([[-0.5, 0.5], [0.5, -0.5]])
     draw_landscape(["u"], axis, values, Path("way.png"), points)
     assert np.array_equal(figures[0].axes[0].lines[0].get_xydata(), points)
+
+
+@pytest.mark.parametrize(("shift", "label"), [(-1, "loss"), (1, "log10 loss")])
+def test_the_colours_of_a_landscape_are_of_what_their_bar_says(shift, label, monkeypatch):
+    axis, figures = np.linspace(-1, 1, 5), []
+    monkeypatch.setattr(common, "save_figure", lambda figure, *_: figures.append(figure))
+    values = np.add.outer(axis**2, axis**2)[None] + shift
+    draw_landscape(["u"], axis, values, Path("plane.png"))
+    heights = np.log10(values) if label == "log10 loss" else values
+    (bar,) = (axes for axes in figures[0].axes if axes.get_ylabel() == label)
+    lowest, highest = bar.get_ylim()
+    spacing = (heights.max() - heights.min()) / 20  # of the levels, at most
+    assert heights.min() - spacing < lowest <= heights.min()
+    assert heights.max() <= highest < heights.max() + spacing
