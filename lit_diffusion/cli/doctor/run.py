@@ -266,6 +266,8 @@ class Stopwatch(Callback):
         """Record the time of a step, and end the fit after enough steps."""
         step, now = trainer.global_step, synchronized_time()
         if step > self.times[-1][0]:
+            if len(self.times) == 1 and pl_module.hparams.get("compile"):
+                self.times.clear()  # the network was compiled in this step
             self.times.append((step, now))
         if len(self.times) > 30 or now - self.times[0][1] > self.seconds:
             raise FitMeasured

@@ -19,7 +19,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lit_diffusion.callbacks import EMA, FIDEvaluation, PowerEMA, SampleGrid, TimestepCurriculum
 from lit_diffusion.cli.doctor import checks
+from lit_diffusion.cli.doctor import run as doctor_run
 from lit_diffusion.cli.doctor.checks import Level, examine
+from lit_diffusion.cli.doctor.run import Stopwatch
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.grids import LogSNR
 from lit_diffusion.guidance import ClassifierFree
@@ -522,3 +524,14 @@ def test_the_best_by_fid_is_a_checkpoint_and_files_that_are_there_are_replaced(r
     assert float(finding.text.split("GB, ")[1].split()[0]) == pytest.approx(
         2 * checkpoint, rel=0.01
     )
+
+
+def test_the_step_that_compiles_the_network_is_not_timed(monkeypatch):
+    clock = iter([0.0, 90.0, 91.0, 92.0])
+    monkeypatch.setattr(doctor_run, "synchronized_time", lambda: next(clock))
+    watch, trainer = Stopwatch(5.0, makes_steps=True), SimpleNamespace(global_step=0)
+    module = SimpleNamespace(hparams={"compile": "default"})
+    watch.on_train_start(trainer, module)
+    for trainer.global_step in (1, 2, 3):
+        watch.on_train_batch_end(trainer, module)
+    assert watch.times == [(1, 90.0), (2, 91.0), (3, 92.0)]
