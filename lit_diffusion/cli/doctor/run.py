@@ -249,6 +249,7 @@ class Stopwatch(Callback):
     def __init__(self, seconds: float, makes_steps: bool) -> None:
         self.seconds, self.makes_steps = seconds, makes_steps
         self.times: list[tuple[int, float]] = []  # (optimizer steps, time)
+        self.compiles = False  # whether the next step compiles the network
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove callbacks that generate samples, after their `on_fit_start` was called."""
@@ -260,14 +261,15 @@ class Stopwatch(Callback):
         """Start the clock."""
         if not self.makes_steps:
             raise FitMeasured
+        self.compiles = bool(pl_module.hparams.get("compile"))
         self.times.append((trainer.global_step, synchronized_time()))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Record the time of a step, and end the fit after enough steps."""
         step, now = trainer.global_step, synchronized_time()
         if step > self.times[-1][0]:
-            if len(self.times) == 1 and pl_module.hparams.get("compile"):
-                self.times.clear()  # the network was compiled in this step
+            if self.compiles:  # in its first step, which would hide what others take
+                self.times, self.compiles = [], False
             self.times.append((step, now))
         if len(self.times) > 30 or now - self.times[0][1] > self.seconds:
             raise FitMeasured
