@@ -3,9 +3,9 @@
     python tests/benchmarks/gpu/norms.py [out.jsonl]
 
 Prints a row as soon as it is measured, under a minute in all: device time of the forward pass, and
-of forward and backward, in ms. Kernels run from a CUDA graph over several sets of tensors, so that
-neither the host nor the caches hide anything. Without a GPU it runs the same code on small tensors,
-for a check of the script (TRITON_INTERPRET=1).
+of forward and backward, in ms. table.py reads the rows of the first shape. Kernels run from a CUDA
+graph over several sets of tensors, so that neither the host nor the caches hide anything. Without
+a GPU it runs the same code on small tensors, for a check of the script (TRITON_INTERPRET=1).
 """
 
 import json
@@ -33,6 +33,7 @@ if not GPU:
 BLOCKS = [(32, 4096, 8), (32, 2048, 8), (64, 4096, 8), (32, 4096, 16)]
 """Channels and elements of a tile, and warps, of the Triton kernels."""
 OPTIONS = (32, 1e-5, True)
+SEPARATE = "separate operations of torch, in float32"
 START = time.perf_counter()
 
 
@@ -101,9 +102,9 @@ def measure(
 
     begin = time.perf_counter()
     row = {}
-    calls = {"forward": forward, "forward_backward": both}
+    calls = {"forward_ms": forward, "both_ms": both}
     for name, call in calls.items():
-        if name == "forward" and not with_forward:
+        if name == "forward_ms" and not with_forward:
             continue
         side = torch.cuda.Stream() if GPU else None
         if side:  # as capture asks for
@@ -121,8 +122,8 @@ def report(results: Path | None, row: dict) -> None:
     """Print and append a row."""
     row["at"] = time.perf_counter() - START
     print(
-        f"{row['at']:5.1f}s {row['shape']!s:20} {row['layout']:13} {row['variant']:34} "
-        f"forward {row.get('forward', 0):.4f}  both {row['forward_backward']:.4f} ms  "
+        f"{row['at']:5.1f}s {row['section']:24} {row['variant']:58} "
+        f"forward {row.get('forward_ms', 0):.4f}  both {row['both_ms']:.4f} ms  "
         f"{row.get('keeps_layout', '')!s:5} took {row.get('seconds', 0):.1f} s",
         flush=True,
     )
@@ -146,12 +147,13 @@ def variants(shape: tuple[int, ...], channels_last: bool) -> dict[str, tuple[Cal
     for blocks in BLOCKS[
         : 4 if shape == SHAPES[0] and channels_last else 2 if channels_last else 1
     ]:
-        rows[f"Triton {blocks}"] = partial(triton, *blocks), False
-    rows["separate operations"] = separate_group_norm_silu, False
-    rows["bf16 group norm"] = bf16_group_norm, False
+        tiles = "" if blocks == BLOCKS[0] else f", tiles {blocks}"
+        rows[f"our Triton kernel{tiles}"] = partial(triton, *blocks), False
+    rows[SEPARATE] = separate_group_norm_silu, False
+    rows["torch's group norm, in bfloat16"] = bf16_group_norm, False
     if shape == SHAPES[0]:
-        rows["Triton, scale and shift"] = partial(triton, *BLOCKS[0]), True
-        rows["separate, scale and shift"] = separate_group_norm_silu, True
+        rows["our Triton kernel, scale and shift"] = partial(triton, *BLOCKS[0]), True
+        rows[f"{SEPARATE}, scale and shift"] = separate_group_norm_silu, True
     return rows
 
 
@@ -184,24 +186,27 @@ def main() -> None:
     torch.manual_seed(0)
     print(torch.cuda.get_device_name() if GPU else "no GPU", torch.__version__)
     for shape, channels_last in [(s, layout) for s in SHAPES for layout in (True, False)]:
-        label = {"shape": shape, "layout": "channels_last" if channels_last else "contiguous"}
+        section = "norms" if shape == SHAPES[0] else f"norms {'x'.join(map(str, shape))}"
+        layout = "channels_last" if channels_last else "contiguous"
         elements = torch.Size(shape).numel()
         sets = max(1, min(8, 3 * 10**8 // (4 * elements))) if GPU else 1
         pairs = [torch.randn(2, *shape, device=DEVICE).bfloat16() for _ in range(sets)]
         copy = milliseconds(lambda i, pairs=pairs: pairs[i][0].copy_(pairs[i][1]), sets)
-        floor = {"forward": copy, "forward_backward": 2.5 * copy}
-        report(results, {**label, "variant": "floor (copies of as many bytes)", **floor})
+        floor = {"forward_ms": copy, "both_ms": 2.5 * copy}  # both move 5 tensors, a copy 2
+        name = f"{layout}, copies of as many bytes"
+        report(results, {"section": section, "variant": name, **floor})
         del pairs
         for name, (operation, with_scale) in variants(shape, channels_last).items():
             tensors = [inputs(shape, channels_last, with_scale) for _ in range(sets)]
-            report(results, {**label, "variant": name, **measure(operation, tensors)})
+            row = measure(operation, tensors)
+            report(results, {"section": section, "variant": f"{layout}, {name}", **row})
     for name, compiled, with_kernels in (
         ("ResBlock, eager", False, True),
         ("ResBlock compiled, kernels", True, True),
         ("ResBlock compiled, inductor", True, False),
     ):
         row = res_block(SHAPES[0], compiled and GPU, with_kernels)
-        report(results, {"shape": SHAPES[0], "layout": "channels_last", "variant": name, **row})
+        report(results, {"section": "norms of a ResBlock", "variant": name, **row})
 
 
 if __name__ == "__main__":

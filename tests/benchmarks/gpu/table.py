@@ -1,6 +1,7 @@
 """The rows of run.py as tables in Markdown: table.py FILE [SECTION ...]
 
-Of several rows of a variant the last counts.
+Of several rows of a variant the last counts. The share of the matmul rate is by the rate in the
+same file.
 """
 
 import json
@@ -70,6 +71,16 @@ def last_rows(path: Path, section: str) -> dict[str, dict[str, Any]]:
     return {row["variant"]: row for row in rows if row["section"] == section}
 
 
+def set_matmul_shares(path: Path, rows: dict[str, dict[str, Any]]) -> None:
+    """Set each row's share of the matmul rate to that of the last rate in the file."""
+    rate = last_rows(path, "ceilings").get("matmul, bf16", {}).get("tflops")
+    for row in rows.values():
+        row.pop("device_matmul_share", None)  # by the rate of the row's own run
+        flops, ms = row.get("flops"), row.get("device_ms")
+        if flops and ms and rate:
+            row["device_matmul_share"] = flops / 1e9 / ms / rate
+
+
 def cell(column: str, value: Any) -> str:
     if column in PERCENT:
         return f"{100 * value:+.1f}%" if column == "overhead" else f"{100 * value:.0f}%"
@@ -79,6 +90,7 @@ def cell(column: str, value: Any) -> str:
 def table(path: Path, section: str) -> list[str]:
     """The rows of a section, in the columns that one of them has; nothing if there are none."""
     rows = last_rows(path, section)
+    set_matmul_shares(path, rows)
     columns = {
         key: head
         for key, head in COLUMNS[section].items()
