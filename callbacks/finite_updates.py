@@ -176,7 +176,7 @@ class FiniteUpdates(pl.Callback):
             and find_dtensor(dict(pl_module.named_parameters())) is None
             and not trainer.strategy.restore_checkpoint_after_setup
         ):
-            self._found_inf = torch.zeros((), device=pl_module.device)
+            self._found_inf = torch.zeros((), dtype=torch.float32, device=pl_module.device)
 
     # Checking an update
 
@@ -324,10 +324,13 @@ class FiniteUpdates(pl.Callback):
         """Restore the buffers; if the device decides, only where it skips the update."""
         for owner, name, before in self._buffers:
             buffer = getattr(owner, name, None)  # modules may have replaced or removed it
-            if buffer is not None and self._found_inf is not None:
+            if buffer is None:
+                continue
+            if self._found_inf is not None:
+                if buffer.shape != before.shape:
+                    continue  # it grew, in a step that may be good
                 before = torch.where(self._found_inf.to(buffer.device) > 0, before, buffer)
-            if buffer is not None:
-                buffer.copy_(before)
+            buffer.copy_(before)
 
     # Reporting
 

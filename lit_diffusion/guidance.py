@@ -168,7 +168,8 @@ def _guide_within(
 
     def guided_within(x_t: Tensor, t: Tensor) -> Denoised:
         time = getattr(t, "time", None)  # of `solvers.steps.batch_of`; t[0] waits for the device
-        alpha, sigma = process.alpha_sigma(t[0] if time is None else torch.tensor(time).to(t.dtype))
+        t_0 = t[0] if time is None else torch.tensor(time, dtype=t.dtype)
+        alpha, sigma = process.alpha_sigma(t_0)
         is_inside = interval[0] < float(sigma / alpha) <= interval[1]
         return (guided if is_inside else otherwise)(x_t, t)
 

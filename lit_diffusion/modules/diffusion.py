@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRScheduler
@@ -178,7 +179,11 @@ class DiffusionModule(LightningModule):
             rank_zero_info(hint)
         if stage == "fit" and (mode := self._fit_compile_mode) is not None:
             device = self.trainer.strategy.root_device
-            compiled.check_accumulation(mode, device, self.trainer.accumulate_grad_batches)
+            factors = [self.trainer.accumulate_grad_batches]
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, GradientAccumulationScheduler):
+                    factors += callback.scheduling.values()
+            compiled.check_accumulation(mode, device, max(factors))
             self.compile_network(mode)
 
     def compile_network(self, mode: CompileMode = "default") -> None:

@@ -62,7 +62,10 @@ def group_norm_silu(
     if _has_kernels(x.device, x.dtype) and (is_compiling or not _is_transformed(*arguments[:6])):
         from lit_diffusion.networks.fused_norm_triton import GroupNormSiLU
 
-        return cast(Tensor, GroupNormSiLU.apply(*arguments))
+        # The kernels index rows of all images, and neighbouring channels of weight and bias.
+        rows = (t if t is None else t.expand(x.shape[:2]) for t in (scale, shift, offset))
+        affine = (weight.contiguous(), bias.contiguous())
+        return cast(Tensor, GroupNormSiLU.apply(x, *affine, *rows, num_groups, eps, silu))
     if is_compiling:
         return affine_group_norm_silu(*arguments)
     return separate_group_norm_silu(*arguments)
@@ -81,7 +84,7 @@ def separate_group_norm_silu(
 ) -> Tensor:
     """`group_norm_silu` by torch's operations, each of which rounds to the dtype of x."""
     if offset is not None:
-        x = x + _per_channel(offset, x)
+        x = x + _per_channel(offset.to(x.dtype), x)
     dtype = torch.promote_types(x.dtype, torch.float32)
     h = F.group_norm(x.to(dtype), num_groups, weight.to(dtype), bias.to(dtype), eps).to(x.dtype)
     if scale is not None and shift is not None:

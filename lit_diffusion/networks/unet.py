@@ -89,9 +89,15 @@ class PointwiseLinear(nn.Conv1d):
         return F.linear(input, self.weight.squeeze(-1), self.bias)
 
 
-def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
+class Conv3x3(nn.Conv2d):
     """A 3x3 convolution that keeps height and width."""
-    return nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1)
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, kernel_size=3, padding=1)
+
+    def forward(self, input: Tensor, add_bias: bool = True) -> Tensor:
+        """(B, in_channels, H, W) -> (B, out_channels, H, W); a norm after it may add the bias."""
+        return F.conv2d(input, self.weight, self.bias if add_bias else None, padding=1)
 
 
 def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -100,10 +106,9 @@ def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     The norm that follows adds it in passing, and has its gradient from sums that it computes
     anyway: two passes less over the images.
     """
-    if not x.is_cuda or type(conv) is not nn.Conv2d or conv.bias is None:
+    if not x.is_cuda or not isinstance(conv, Conv3x3) or conv.bias is None:
         return conv(x), None
-    h = F.conv2d(x, conv.weight, None, conv.stride, conv.padding)
-    return h, conv.bias.expand(x.shape[0], -1)
+    return conv(x, add_bias=False), conv.bias.expand(x.shape[0], -1)
 
 
 class ResBlock(nn.Module):
@@ -128,7 +133,7 @@ class ResBlock(nn.Module):
         self.scale_shift_norm = scale_shift_norm
         self.resample = resample
         self.in_layers = nn.Sequential(
-            GroupNorm32(in_channels, norm_groups), nn.SiLU(), conv3x3(in_channels, out_channels)
+            GroupNorm32(in_channels, norm_groups), nn.SiLU(), Conv3x3(in_channels, out_channels)
         )
         self.emb_layers = nn.Sequential(
             nn.SiLU(), nn.Linear(emb_channels, (1 + scale_shift_norm) * out_channels)
@@ -137,7 +142,7 @@ class ResBlock(nn.Module):
             GroupNorm32(out_channels, norm_groups),
             nn.SiLU(),
             nn.Dropout(dropout),
-            zero_(conv3x3(out_channels, out_channels)),
+            zero_(Conv3x3(out_channels, out_channels)),
         )
         self.skip_connection: nn.Module = nn.Identity()
         if in_channels != out_channels:
@@ -334,7 +339,7 @@ class _Encoder(nn.Module):
 
         self.time_embed = TimestepMLP(model_channels, self.emb_channels)
         channels = self.widths[0]
-        self.input_blocks = nn.ModuleList([ConditionedSequential([conv3x3(in_channels, channels)])])
+        self.input_blocks = nn.ModuleList([ConditionedSequential([Conv3x3(in_channels, channels)])])
         self.skip_channels = [channels]  # of the outputs of input_blocks
         for level, width in enumerate(self.widths):
             for _ in range(num_res_blocks):
@@ -376,7 +381,7 @@ class _Encoder(nn.Module):
         repeat = nn.Upsample(scale_factor=2)
         if self.resblock_updown:
             return self.res_block(channels, channels, resample=repeat)
-        return nn.Sequential(OrderedDict(repeat=repeat, conv=conv3x3(channels, channels)))
+        return nn.Sequential(OrderedDict(repeat=repeat, conv=Conv3x3(channels, channels)))
 
     def _encode(
         self, x: Tensor, emb: Tensor, *context: Tensor | None
@@ -511,7 +516,7 @@ class UNet(_Encoder):
                 self.output_blocks.append(block)
                 channels = width
         self.out = nn.Sequential(
-            GroupNorm32(channels, norm_groups), nn.SiLU(), zero_(conv3x3(channels, out_channels))
+            GroupNorm32(channels, norm_groups), nn.SiLU(), zero_(Conv3x3(channels, out_channels))
         )
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:

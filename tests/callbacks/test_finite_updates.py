@@ -629,3 +629,24 @@ def test_an_optimizer_that_computes_gradients_in_its_step_is_refused(tmp_path):
     module = PlainModule(optimizer=torch.optim.LBFGS)
     with pytest.raises(ValueError, match="cannot skip an update of LBFGS"):
         fit(tmp_path, module, FiniteUpdates())
+
+
+def test_a_buffer_that_grows_and_another_default_dtype_do_not_disturb_the_device(
+    tmp_path, deferred
+):
+    class Growing(Spoilt):
+        def __init__(self):
+            super().__init__(optimizer=fused_adam)
+            self.register_buffer("cache", torch.zeros(2))
+
+        def training_step(self, batch, batch_idx):
+            self.cache = torch.zeros(2 + batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    module, data = Growing(), loader(32, 8)
+    torch.set_default_dtype(torch.float64)
+    try:
+        fit(tmp_path, module, FiniteUpdates(), data=data)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(module.cache) == 5
