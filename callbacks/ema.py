@@ -103,11 +103,16 @@ def _lerp_(
     """`ema_update_` of whole tensors whose devices and dtypes agree."""
     if found_inf is None:
         torch._foreach_lerp_(averages, wide, 1 - decay)
-    elif any(average.dtype != torch.float32 for average in averages):
-        for average, param in zip(averages, wide, strict=True):
-            is_skipped = found_inf.to(average.device) > 0
-            average.lerp_(torch.where(is_skipped, average, param), 1 - decay)
-    else:  # lerp as a step of SGD, with lr 1 - decay and gradient shadow - params
+        return
+    # A fused kernel runs through memory whatever the strides are, on one device. Its formula would
+    # not copy the weights exactly at decay 0; that of lerp, which changes at 0.5, does.
+    can_fuse = decay >= 0.5 and all(
+        average.dtype == torch.float32
+        and average.device == averages[0].device
+        and average.stride() == param.stride()
+        for average, param in zip(averages, wide, strict=True)
+    )
+    if can_fuse:  # lerp as a step of SGD, with lr 1 - decay and gradient shadow - params
         torch._fused_sgd_(
             averages,
             wide,
@@ -121,6 +126,10 @@ def _lerp_(
             is_first_step=False,
             found_inf=found_inf.to(averages[0].device),
         )
+    else:
+        for average, param in zip(averages, wide, strict=True):
+            is_skipped = found_inf.to(average.device) > 0
+            average.lerp_(torch.where(is_skipped, average, param), 1 - decay)
 
 
 @torch.no_grad()
@@ -470,10 +479,11 @@ class EMA(pl.Callback):
         return matches
 
     def _copy_as_average(self, value: Tensor, tensor: Tensor) -> Tensor:
-        """A copy of `value`, split like `tensor`, in float32 or wider."""
+        """A copy of `value`, split and strided like `tensor`, in float32 or wider."""
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         device = torch.device("cpu") if self.on_cpu else tensor.device
-        return distribute_like(value, tensor).detach().to(device, dtype, copy=True)
+        average = torch.empty_like(tensor, dtype=dtype, device=device, requires_grad=False)
+        return average.copy_(distribute_like(value, tensor).detach())
 
     def _add_parameters(self, optimizer: Optimizer, group: _Group) -> None:
         """Start averaging parameters of the optimizer that are in no group yet."""

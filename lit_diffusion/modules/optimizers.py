@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -50,13 +52,15 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
 
     This needs real parameters, all on GPUs, and an optimizer that was built without `fused`,
     `foreach` and `differentiable`. A checkpoint does not change `fused` and `foreach`, so that a
-    run resumes on another device, or from a checkpoint that was written without fused=True.
+    run resumes on another device, or from a checkpoint that was written without fused=True, or
+    with weights in another memory format.
 
     Unlike fused=True in the constructor, this leaves the division by the loss scale of
     precision=16-mixed to the GradScaler: Lightning refuses `gradient_clip_val` with optimizers that
     divide by themselves, in bf16-mixed too.
     """
     optimizer.register_load_state_dict_pre_hook(_keep_implementation)
+    optimizer.register_load_state_dict_post_hook(_match_strides)
     groups = optimizer.param_groups
     params = list(chain.from_iterable(group["params"] for group in groups))
     is_plain = type(optimizer) in (Adam, AdamW, SGD) and not optimizer.defaults["differentiable"]
@@ -78,3 +82,15 @@ def _keep_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[st
     present = [{name: g[name] for name in _IMPLEMENTATION if name in g} for g in groups]
     merged = [old | new for old, new in zip(saved, present, strict=True)]
     return {**state, "param_groups": merged}
+
+
+def _match_strides(optimizer: Optimizer) -> None:
+    """Load hook: give state the strides of its parameter, which fused kernels take for granted."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group.get("fused") else ():
+            state = optimizer.state.get(param, {})
+            for name, value in state.items():
+                is_alike = isinstance(value, Tensor) and value.shape == param.shape
+                if is_alike and value.stride() != param.stride():
+                    empty = torch.empty_like(param, dtype=value.dtype, requires_grad=False)
+                    state[name] = empty.copy_(value)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lit_diffusion import load
-from lit_diffusion.callbacks import EMA, MomentumDecay, StepSeed
+from lit_diffusion.callbacks import EMA, FiniteUpdates, MomentumDecay, StepSeed
 from lit_diffusion.callbacks.ema import check_averages, ema_update_, span_decay, warmup_decay
 from lit_diffusion.protocols import WeightsProvider
 
@@ -62,6 +62,24 @@ def test_one_update_for_k_steps_equals_k_updates_on_weights_that_stand_still(war
             ema_update_(one_by_one, weights, warmup_decay(0.999, n) if warmup else 0.999)
         ema_update_(at_once, weights, span_decay(0.999, first, first + 10, warmup))
         torch.testing.assert_close(at_once, one_by_one, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("is_skipped", [None, 0.0, 1.0])
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.9])
+def test_an_update_goes_by_index_where_strides_differ(decay, is_skipped):
+    before, weights = torch.randn(2, 4, 3, 2, 2)
+    found_inf = None if is_skipped is None else torch.tensor(is_skipped)
+    shadow = [before.clone()]
+    ema_update_(shadow, [weights.to(memory_format=torch.channels_last)], decay, found_inf)
+    expected = before if is_skipped else torch.lerp(before, weights, 1 - decay)
+    assert torch.equal(shadow[0], expected)
+
+
+def test_decay_0_copies_the_weights_exactly_where_the_device_may_skip():
+    weights = [torch.randn(100)]
+    shadow = [torch.full((100,), 1e8)]
+    ema_update_(shadow, weights, 0.0, torch.zeros(()))
+    assert torch.equal(shadow[0], weights[0])
 
 
 # The state in a checkpoint
@@ -759,6 +777,24 @@ def test_averages_that_do_not_fit_the_module_are_refused_by_name(
     torch.save(state, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, PlainModule(), EMA(), ckpt_path=tmp_path / "other.ckpt", max_epochs=2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])  # "cpu": updates are skipped as on a GPU
+def test_a_resume_may_change_the_strides_of_weights(tmp_path, monkeypatch, checkpoint, device):
+    monkeypatch.setattr("lit_diffusion.callbacks.finite_updates._DEFERRING_DEVICES", (device,))
+    state = torch.load(checkpoint, weights_only=True)
+    shadow = state["callbacks"]["EMA{'prefix': ''}"]["shadows"][0]
+    for name, value in shadow.items():
+        shadow[name] = value.T.contiguous().T if value.ndim == 2 else value
+    torch.save(state, other := tmp_path / "other.ckpt")
+    averages = []
+    for path in (checkpoint, other):
+        module, ema = PlainModule(optimizer=partial(torch.optim.Adam, fused=True)), EMA(DECAY)
+        fit(tmp_path, module, ema, FiniteUpdates(), StepSeed(1), ckpt_path=path, max_epochs=3)
+        averages.append(shadows(ema))
+    assert_same_bits(*averages)
+    weights = dict(module.named_parameters())
+    assert all(value.stride() == weights[name].stride() for name, value in averages[1].items())
 
 
 def test_a_second_fit_of_the_same_module_goes_on_and_another_module_starts_anew(tmp_path):

@@ -78,6 +78,17 @@ def test_a_resume_keeps_its_own_implementation_and_the_saved_state(kind, before,
     torch.testing.assert_close(weights, whole, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("kind", [Adam, AdamW, partial(SGD, momentum=0.9)])
+def test_a_fused_resume_may_change_the_strides_of_weights(kind):
+    expected, _ = trained(kind, trained(kind))
+    weights, optimizer = trained(kind)
+    for state in optimizer["state"].values():
+        for name, value in state.items():
+            state[name] = value.T.contiguous().T if value.ndim == 2 else value
+    resumed, _ = trained(kind, (weights, optimizer), fused=True)
+    torch.testing.assert_close(resumed, expected, rtol=1e-6, atol=1e-7)
+
+
 def test_a_state_of_other_param_groups_is_refused_as_by_torch():
     (first, _), (_, state) = trained(Adam), trained(Adam)
     state["param_groups"].append(state["param_groups"][0])
