@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lit_diffusion.callbacks.trainer_state import (
+    confirm_updates,
     eval_mode,
     find_dtensor,
     isinstance_lightning,
@@ -152,6 +153,7 @@ class PeriodicEvaluation(Callback, ABC):
         """Measure after the batch that reaches or passes a multiple of `every_n_steps`."""
         n, before, self._step = self.every_n_steps, self._step, trainer.global_step
         if n is not None and self._step // n > before // n:
+            confirm_updates(trainer)
             self.measure_after_step(trainer, pl_module)
 
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:

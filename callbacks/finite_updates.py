@@ -102,8 +102,11 @@ class FiniteUpdates(pl.Callback):
     - Saving a checkpoint with non-finite weights raises an error, also at the end of a run.
     - On CUDA the host does not wait for the device with max_nonfinite_steps=0 and one of torch's
       Adam, AdamW, SGD and Adagrad with `fused=True`. The device then skips the update and all later
-      ones. The host notices at most 4 updates later, or earlier at a logging step, a validation or
-      a save, and stops the run. Until then it holds the batches of these 4 updates on the device.
+      ones. The host notices at most 4 updates later, or earlier at a logging step, a validation, a
+      full checkpoint, or where a callback calls `trainer_state.confirm_updates(trainer)`, and stops
+      the run. Until then it holds the batches of these 4 updates on the device. What other
+      callbacks do in `on_train_batch_end`, and files of `ModelCheckpoint(save_weights_only=True)`,
+      may come before, with the weights from before the update under a later step.
       `global_step`, lr schedules and loss-based densities include the later updates.
     - Otherwise each update costs one GPU synchronization: with other optimizers, manual
       optimization, or weights that are split over ranks.
@@ -358,6 +361,10 @@ class FiniteUpdates(pl.Callback):
             f"{text} Its update was skipped ({count}: max_nonfinite_steps); lower the lr, clip "
             "gradients (trainer.gradient_clip_val=1), or resume from an earlier checkpoint."
         )
+
+    def confirm_updates(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the run if an update was skipped; for callbacks that use the weights in a step."""
+        self._read_flags(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.evaluation import output_folder, refuse_other_run
+from lit_diffusion.callbacks.trainer_state import confirm_updates
 from lit_diffusion.checkpoints.averages import (
     SNAPSHOT_FOLDER,
     delete_snapshots_after,
@@ -144,6 +145,7 @@ class PowerEMA(EMA):
         step, every = self.steps, self.snapshot_every_n_steps
         if every is None or step % every or step == self._last_snapshot:
             return
+        confirm_updates(trainer)
         self._last_snapshot = step
         state = self.state_dict()
         if trainer.is_global_zero and state:

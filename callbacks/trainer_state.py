@@ -135,6 +135,17 @@ def may_read(trainer: pl.Trainer) -> bool:
     return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
 
 
+def confirm_updates(trainer: pl.Trainer) -> None:
+    """Stop the run if an update was skipped on the device without the host knowing. Collective.
+
+    To be called in `on_train_batch_end` before the weights are evaluated or written. Calls the
+    method of this name of each callback that has one, as FiniteUpdates does.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if (confirm := getattr(callback, "confirm_updates", None)) is not None:
+            confirm(trainer, trainer.lightning_module)
+
+
 def logger_step(trainer: pl.Trainer) -> int:
     """The step that Lightning passes to loggers during a batch or its validation.
 

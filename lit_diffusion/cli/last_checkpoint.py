@@ -13,8 +13,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_diffusion.callbacks.finite_updates import FiniteUpdates
 from lit_diffusion.callbacks.trainer_state import (
     AccumulationTracker,
+    confirm_updates,
     ends_epoch,
     is_ending,
     may_read,
@@ -38,8 +40,10 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     (A file saved in `on_train_end` of an unfinished epoch would resume in the next one.)
 
     The previous checkpoint is stored as before-last.ckpt until the next batch, on a GPU the next
-    logging step, has a finite loss. It replaces last.ckpt if the run ends because of a non-finite
-    loss or gradient, as the update before that may have ruined the weights.
+    logging step, has a finite loss. Another save replaces it by the last.ckpt of then, if
+    FiniteUpdates has skipped no update in between. before-last.ckpt replaces last.ckpt if the run
+    ends because of a non-finite loss or gradient, as the update before that may have ruined the
+    weights.
 
     Args:
         folder: folder of the file.
@@ -56,6 +60,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self._end_path = self.path.with_name(".last.ckpt.end")  # save of the last step
         self._previous_path = self.path.with_name("before-last.ckpt")
         self._is_proven = False  # whether a loss was finite since the last save
+        self._skipped_updates: list[int] = []  # counts of FiniteUpdates at the last save
         self._next_save_step = 0  # step of the next save
         self._last_save = (0.0, -1)  # time in seconds, step
         self._num_saved_batches = -1  # batches processed at the last save
@@ -66,6 +71,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self._delete_end(trainer)
         self._last_save = (time.monotonic(), trainer.global_step)
         self._num_saved_batches = _num_batches(trainer)
+        self._skipped_updates = _count_skipped_updates(trainer)
         self._next_save_step = trainer.global_step + self.first
 
     def on_train_batch_end(
@@ -113,8 +119,8 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             os.replace(self._previous_path, self.path)
             sync_folder(self.path.parent)
             rank_zero_warn(
-                f"{self.path} is again that of the save before, as no loss has been finite since "
-                "the last save."
+                f"{self.path} is again that of the save before, as no finite loss has been read "
+                "since the last save."
             )
 
     def _delete_end(self, trainer: Trainer) -> None:
@@ -143,6 +149,12 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         start = time.monotonic()
         seconds, steps = start - self._last_save[0], trainer.global_step - self._last_save[1]
         at_end = is_ending(trainer) and not self.path.is_dir()  # sharded strategies save folders
+        confirm_updates(trainer)  # by losses of the weights of last.ckpt, too
+        skipped_updates = _count_skipped_updates(trainer)
+        if steps > 0 and skipped_updates and skipped_updates == self._skipped_updates:
+            self._is_proven = True
+            if trainer.is_global_zero:
+                self._previous_path.unlink(missing_ok=True)
         if trainer.is_global_zero and not at_end:
             self._link_previous()
         try:
@@ -155,7 +167,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             text = str(error).replace(str(self._end_path), str(self.path)).rstrip(".")
             intact = "; the checkpoint saved there before is intact" if self.path.exists() else ""
             raise OSError(f"{text}{intact}.") from error
-        self._is_proven = False
+        self._is_proven, self._skipped_updates = False, skipped_updates
         pause = max(self.every_n_seconds, 50 * (time.monotonic() - start))
         wait = max(math.ceil(pause * steps / max(seconds, 1e-9)), 1)
         # All ranks must save at the same step, but their clocks differ.
@@ -168,6 +180,12 @@ def _num_batches(trainer: Trainer) -> int:
     """Batches that the fit has processed; more than its optimizer steps if it accumulates."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return int(total.processed)
+
+
+def _count_skipped_updates(trainer: Trainer) -> list[int]:
+    """How many updates each FiniteUpdates of the Trainer has skipped."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [each.skipped_updates for each in callbacks if isinstance(each, FiniteUpdates)]
 
 
 def _has_finite_loss(outputs: Any) -> bool:

@@ -48,7 +48,7 @@ class Steps(PeriodicEvaluation):
 
     def run(self, steps):
         for step in steps:
-            at = SimpleNamespace(global_step=step, loggers=[])
+            at = SimpleNamespace(global_step=step, loggers=[], callbacks=[])
             self.on_train_batch_end(at, None, None, None, 0)
         return self.measured
 

@@ -7,12 +7,13 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from support.memory_logger import MemoryLogger
+from support.pictures_module import PicturesModule, pictures
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer, trainable
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lit_diffusion.callbacks import EMA, FiniteUpdates, finite_updates
+from lit_diffusion.callbacks import EMA, FiniteUpdates, PowerEMA, SampleGrid, finite_updates
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 
 
@@ -456,10 +457,10 @@ def fused_adam(params, lr):
 
 def stop(folder, module, *callbacks, **options):
     """Fit until the run stops; the message, and what was logged."""
-    logger, data = MemoryLogger(), loader(96, 8)
-    options = {"log_every_n_steps": 50, **options}
+    logger = MemoryLogger()
+    options = {"log_every_n_steps": 50, "data": loader(96, 8), **options}
     with pytest.raises(FloatingPointError) as error:
-        fit(folder, module, FiniteUpdates(), *callbacks, data=data, logger=logger, **options)
+        fit(folder, module, FiniteUpdates(), *callbacks, logger=logger, **options)
     return str(error.value), logger
 
 
@@ -505,6 +506,26 @@ def test_flags_are_read_before_a_save(tmp_path, deferred):
     message, _ = stop(tmp_path, Spoilt(losses=(5,), optimizer=fused_adam), Save())
     assert "at optimizer step 5 " in message
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"4.ckpt", "non-finite-rank0.ckpt"}
+
+
+class SpoiltPictures(PicturesModule):
+    """Its loss is not finite in batch 5."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (math.nan if batch_idx == 5 else 1)
+
+    def configure_optimizers(self):
+        return fused_adam(self.parameters(), lr=1e-2)
+
+
+def test_flags_are_read_before_a_snapshot_of_averages_and_before_samples(tmp_path, deferred):
+    stop(tmp_path, Spoilt(losses=(5,), optimizer=fused_adam), PowerEMA(snapshot_every_n_steps=2))
+    snapshots = {path.name for path in (tmp_path / "ema-snapshots").iterdir()}
+    assert snapshots == {f"step-{step:09d}.safetensors" for step in (2, 4)}
+    grid, options = SampleGrid(2, every_n_steps=2), {"data": pictures(60)}
+    stop(tmp_path, SpoiltPictures(), grid, **options)
+    grids = {path.name for path in (tmp_path / "samples").glob("step-*")}
+    assert grids == {f"step-{step:08d}-raw.png" for step in (2, 4)}
 
 
 @pytest.mark.parametrize("bad", [11, 23])

@@ -1,13 +1,16 @@
 import math
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from support.commands import equal
 from support.saving import Saves, fit, saved
+from support.tiny_run import TinyModule, TinyNet
 
-from lit_diffusion.callbacks import FiniteUpdates
+from lit_diffusion.callbacks import FiniteUpdates, finite_updates
 from lit_diffusion.cli import last_checkpoint
 from lit_diffusion.cli.exact_resume import ExactResume
 from lit_diffusion.files import atomic_write_text
@@ -200,6 +203,37 @@ def test_a_run_that_stops_for_a_loss_keeps_the_checkpoint_from_before_the_weight
     assert saver.steps == [3]
     assert (tmp_path / "last.ckpt").read_bytes() == good
     assert not (tmp_path / "before-last.ckpt").exists()
+
+
+class Spoilt(TinyModule):
+    """Its loss is not finite from a step on."""
+
+    def __init__(self, since):
+        super().__init__(TinyNet(3), partial(torch.optim.Adam, fused=True))
+        self.since = since
+
+    def training_step(self, *args):
+        loss = super().training_step(*args)
+        return loss * math.nan if self.global_step >= self.since else loss
+
+
+@pytest.mark.parametrize(("num_allowed", "bad", "kept"), [(0, 9, 7), (3, 5, 3)])
+def test_on_a_gpu_a_save_proves_the_one_before_if_no_update_was_skipped_since(
+    tmp_path, monkeypatch, num_allowed, bad, kept
+):
+    """Without a step that logs; saves are due at odd steps."""
+
+    class SavesOften(Saves):
+        def _is_due(self, trainer):
+            return trainer.global_step % 2 == 1
+
+    monkeypatch.setattr(finite_updates, "_DEFERRING_DEVICES", ("cpu",))
+    monkeypatch.setattr(last_checkpoint, "may_read", lambda trainer: False)
+    options = {"callbacks": [FiniteUpdates(num_allowed)], "limit_val_batches": 0}
+    with pytest.raises(FloatingPointError), pytest.warns(UserWarning, match="save before"):
+        fit(SavesOften(tmp_path), tmp_path, module=Spoilt(bad), max_steps=24, **options)
+    assert saved(tmp_path)["global_step"] == kept
+    assert {path.name for path in tmp_path.glob("*last*")} == {"last.ckpt"}
 
 
 @pytest.mark.parametrize("first", [1, 100])
