@@ -147,6 +147,7 @@ class FiniteUpdates(pl.Callback):
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # copies from before these batches
         self._has_stepped = False  # whether this batch has made or skipped an update
         self._unread: deque[_Unread] = deque()
+        self._unread_at_exception: deque[_Unread] = deque()  # without their batches
         self._found_inf: Tensor | None = None  # () float, on the device; None decides on the host
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -320,7 +321,15 @@ class FiniteUpdates(pl.Callback):
             vars(optimizer).pop("found_inf", None)
         self._reset()
 
-    on_exception = teardown  # type: ignore[assignment]
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Release the batches, and keep the unread flags for a save that follows."""
+        unread = self._unread
+        self.teardown(trainer, pl_module, "fit")
+        for update in unread:
+            update.batches = []
+        self._unread_at_exception = unread
 
     @torch.no_grad()
     def _restore_buffers(self) -> None:
@@ -371,6 +380,12 @@ class FiniteUpdates(pl.Callback):
     ) -> None:
         """Refuse to save skipped updates, and non-finite weights, as after the last update."""
         self._read_flags(trainer, pl_module)
+        if any(update.is_skipped() for update in self._unread_at_exception):
+            raise FloatingPointError(
+                "An update that was not finite was skipped shortly before the run ended, so step "
+                f"{trainer.global_step} is not saved; lower the lr, or resume from an earlier "
+                "checkpoint."
+            )
         params = dict(pl_module.named_parameters())
         if (bad := first_nonfinite([*params.values()])) is not None:
             _log(trainer, {"train/loss": math.nan}, logger_step(trainer))

@@ -508,6 +508,23 @@ def test_flags_are_read_before_a_save(tmp_path, deferred):
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"4.ckpt", "non-finite-rank0.ckpt"}
 
 
+@pytest.mark.parametrize("bad", [5, 50])
+def test_flags_are_read_before_a_save_after_an_exception(tmp_path, deferred, bad):
+    class Dies(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            1 / (8 - trainer.global_step)
+
+    trainer = make_trainer(tmp_path, Dies(), FiniteUpdates())
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Spoilt(losses=(bad,), optimizer=fused_adam), loader(96, 8))
+    if bad == 5:
+        with pytest.raises(FloatingPointError, match="step 8 is not saved"):
+            trainer.save_checkpoint(tmp_path / "8.ckpt")
+    else:
+        trainer.save_checkpoint(tmp_path / "8.ckpt")
+    assert (tmp_path / "8.ckpt").exists() == (bad != 5)
+
+
 class SpoiltPictures(PicturesModule):
     """Its loss is not finite in batch 5."""
 
