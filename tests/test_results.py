@@ -124,7 +124,16 @@ def test_the_readme_has_intervals_of_the_pages_that_it_links():
         page = re.search(r"results/([\w-]+\.md)", row)[1]
         measured = INTERVAL.findall((RESULTS / page).read_text().replace("*", ""))
         assert set(INTERVAL.findall(row.replace("\\", ""))) <= set(measured), row
-    assert len(rows) == 5
+    assert len(rows) == 6
+
+
+def test_the_readme_has_the_speed_of_the_page_that_it_links():
+    (row,) = re.findall(r"^\|.*performance\.md.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    figures = re.findall(r"\d+\.\d|\d,\d{3}", row)
+    assert set(figures) <= set(
+        re.findall(r"\d+\.\d|\d,\d{3}", (RESULTS / "performance.md").read_text())
+    )
+    assert len(figures) == 5
 
 
 def test_the_ratio_of_the_digits_run_is_a_mean_of_three_training_seeds():
