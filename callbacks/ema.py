@@ -92,17 +92,17 @@ def ema_update_(
         [tensor([0.2500, 0.2500])]
     """
     averages = [local_part(average) for average in shadow]
-    wide = [local_part(p).to(average) for average, p in zip(averages, params, strict=True)]
-    _lerp_(averages, wide, decay, found_inf)
+    weights = [local_part(p).to(average) for average, p in zip(averages, params, strict=True)]
+    _lerp_(averages, weights, decay, found_inf)
 
 
 @torch.no_grad()
 def _lerp_(
-    averages: list[Tensor], wide: list[Tensor], decay: float, found_inf: Tensor | None
+    averages: list[Tensor], weights: list[Tensor], decay: float, found_inf: Tensor | None
 ) -> None:
     """`ema_update_` of whole tensors whose devices and dtypes agree."""
     if found_inf is None:
-        torch._foreach_lerp_(averages, wide, 1 - decay)
+        torch._foreach_lerp_(averages, weights, 1 - decay)
         return
     # A fused kernel runs through memory whatever the strides are, on one device. Its formula would
     # not copy the weights exactly at decay 0; that of lerp, which changes at 0.5, does.
@@ -110,12 +110,12 @@ def _lerp_(
         average.dtype == torch.float32
         and average.device == averages[0].device
         and average.stride() == param.stride()
-        for average, param in zip(averages, wide, strict=True)
+        for average, param in zip(averages, weights, strict=True)
     )
     if can_fuse:  # lerp as a step of SGD, with lr 1 - decay and gradient shadow - params
         torch._fused_sgd_(
             averages,
-            wide,
+            weights,
             [],
             lr=1 - decay,
             weight_decay=1.0,
@@ -127,7 +127,7 @@ def _lerp_(
             found_inf=found_inf.to(averages[0].device),
         )
     else:
-        for average, param in zip(averages, wide, strict=True):
+        for average, param in zip(averages, weights, strict=True):
             is_skipped = found_inf.to(average.device) > 0
             average.lerp_(torch.where(is_skipped, average, param), 1 - decay)
 
