@@ -1,6 +1,5 @@
 """Base class and helpers of callbacks that evaluate a module: schedule, weights, mode, images."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from lit_diffusion.callbacks.trainer_state import (
     eval_mode,
     find_dtensor,
     isinstance_lightning,
+    output_folder,
     stepped_batches,
     undivided_sampler,
 )
@@ -44,21 +44,6 @@ from lit_diffusion.protocols import (
     by_part,
 )
 from lit_diffusion.seeding import PerSampleNoise, classes_of
-
-
-def output_folder(trainer: Trainer) -> Path:
-    """Folder for the files that callbacks write about this run; the same on all ranks. Collective.
-
-    It is `trainer.run_folder`, which the command line sets. In other projects it is where Lightning
-    makes `checkpoints/`: the folder of the first logger's version, or `default_root_dir` if there
-    is no logger.
-    """
-    folder = getattr(trainer, "run_folder", trainer.default_root_dir)
-    if not hasattr(trainer, "run_folder") and trainer.loggers:
-        logger = trainer.loggers[0]
-        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-        folder = os.path.join(logger.save_dir or folder, str(logger.name), version)
-    return Path(trainer.strategy.broadcast(str(folder)))
 
 
 def refuse_other_run(
@@ -114,7 +99,7 @@ class PeriodicEvaluation(Callback, ABC):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Set the folder; refuse Lightning's WeightAveraging, which hides when it is in use."""
-        self.folder = output_folder(trainer)
+        self.folder = Path(output_folder(trainer))
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance_lightning(other, WeightAveraging):
                 raise ValueError(

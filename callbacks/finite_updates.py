@@ -19,6 +19,7 @@ from .trainer_state import (
     first_nonfinite,
     is_nonfinite,
     logger_step,
+    output_folder,
     should_log,
 )
 
@@ -85,7 +86,8 @@ class FiniteUpdates(pl.Callback):
 
     A message names the optimizer step, rank, sample (with its data index if batches are (images,
     labels, index)) and noise level, or the parameters of a gradient. The batch is saved to
-    `default_root_dir`/non-finite-rank<r>.ckpt, a file of tensors and plain builtins for
+    non-finite-rank<r>.ckpt in the folder of the logger's version, or in `default_root_dir` without
+    a logger, as -v1 beside that of an earlier fit. It is a file of tensors and plain builtins for
     `torch.load(weights_only=True)`. Its "state_dict" has the weights before the update; its
     "non_finite" has the batch, the states of the random generators before it, and the outputs of
     training_step.
@@ -155,6 +157,11 @@ class FiniteUpdates(pl.Callback):
         if stage == "fit":
             self.skipped_updates = 0
             self._reset()
+            stem = os.path.join(output_folder(trainer), f"non-finite-rank{trainer.global_rank}")
+            self._file, version = f"{stem}.ckpt", 0
+            is_new = trainer.ckpt_path is None and not hasattr(trainer, "run_folder")
+            while is_new and os.path.lexists(self._file):  # of an earlier fit
+                self._file, version = f"{stem}-v{version + 1}.ckpt", version + 1
         if trainer.strategy.restore_checkpoint_after_setup and self.max_nonfinite_steps:
             raise ValueError(
                 f"max_nonfinite_steps must be 0 under {type(trainer.strategy).__name__}, which "
@@ -355,7 +362,7 @@ class FiniteUpdates(pl.Callback):
         ranks = [rank for rank, severity in enumerate(severities) if severity == max(severities)]
         text = ""
         if trainer.global_rank in ranks[:_MAX_FILES]:
-            text = _save_batch(worst, trainer, module)
+            text = _save_batch(worst, trainer, module, self._file)
         text = all_gather_objects(text, trainer.world_size)[ranks[0]]
         if others := ", ".join(map(str, ranks[1:])):  # all ranks for a gradient, which is reduced
             text += f" Likewise on rank {others}."
@@ -438,7 +445,9 @@ def _log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
         logger.log_metrics(metrics, step)
 
 
-def _save_batch(bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModule) -> str:
+def _save_batch(
+    bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModule, path: str
+) -> str:
     """Write the batch to its file, and return a message with the cause and the path."""
     text, scaler = _describe(bad, module, trainer.global_rank), _grad_scaler(trainer)
     message = f"{text}." + ("" if scaler is None else f" The loss scale is {scaler.get_scale():g}.")
@@ -460,7 +469,6 @@ def _save_batch(bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModul
     for name, value in module.hparams.items():
         with suppress(TypeError):  # hyperparameters of a module built in Python may be objects
             hparams[str(name)] = _plain_copy(value)
-    path = os.path.join(trainer.default_root_dir, f"non-finite-rank{trainer.global_rank}.ckpt")
     try:
         content = {
             "state_dict": _plain_copy(dict(module.state_dict())),

@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.callbacks.ema import EMA
-from lit_diffusion.callbacks.evaluation import output_folder, refuse_other_run
-from lit_diffusion.callbacks.trainer_state import confirm_updates
+from lit_diffusion.callbacks.evaluation import refuse_other_run
+from lit_diffusion.callbacks.trainer_state import confirm_updates, output_folder
 from lit_diffusion.checkpoints.averages import (
     SNAPSHOT_FOLDER,
     delete_snapshots_after,
@@ -118,7 +118,7 @@ class PowerEMA(EMA):
         self._hashes = {step: sha for step, sha in self._hashes.items() if step <= self.steps}
         if self.snapshot_every_n_steps is None:
             return
-        self._folder = output_folder(trainer) / SNAPSHOT_FOLDER
+        self._folder = Path(output_folder(trainer)) / SNAPSHOT_FOLDER
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         refuse_other_run(trainer, self._folder, self._folder.exists())

@@ -14,6 +14,7 @@ be called on every rank.
 """
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,6 +110,21 @@ def completed_steps(module: pl.LightningModule) -> int | None:
     trainer = module._trainer
     fitting = trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
     return module.global_step if fitting else None
+
+
+def output_folder(trainer: pl.Trainer) -> str:
+    """Folder for the files that callbacks write about this run; the same on all ranks. Collective.
+
+    It is `trainer.run_folder`, which the command line sets. In other projects it is where Lightning
+    makes `checkpoints/`: the folder of the first logger's version, or `default_root_dir` if there
+    is no logger.
+    """
+    folder = getattr(trainer, "run_folder", trainer.default_root_dir)
+    if not hasattr(trainer, "run_folder") and trainer.loggers:
+        logger = trainer.loggers[0]
+        version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+        folder = os.path.join(logger.save_dir or folder, str(logger.name), version)
+    return str(trainer.strategy.broadcast(str(folder)))
 
 
 def total_steps(trainer: pl.Trainer) -> int | None:
