@@ -114,19 +114,34 @@ def check_content(checkpoint: Any) -> None:
         if not is_count(count := checkpoint.get(name, 0)):
             raise ValueError(f"its '{name}' is {_describe(count)}, as no run saves it")
     for name in _HYPER_PARAMETERS:
-        if "_class_path" in checkpoint.get(name, {}) and not is_plain(checkpoint[name]):
-            raise ValueError(f"its '{name}' must be plain builtins, and hold others")
+        if "_class_path" in (settings := checkpoint.get(name, {})):
+            _check_settings(settings, name)
     _check_progress(checkpoint.get("loops", {}))
     for name, value in checkpoint["state_dict"].items():
         if not (_is_dense_tensor(value) or name.endswith("_extra_state")):
             raise ValueError(f"its weight {name} is no dense tensor, but {_describe(value)}")
 
 
+def _check_settings(settings: Any, name: str) -> None:
+    """Raise ValueError unless these are plain builtins, and class paths at any depth are text."""
+    if not is_plain(settings):
+        raise ValueError(f"its '{name}' must be plain builtins, and hold others")
+    if isinstance(settings, list | tuple):
+        settings = dict(enumerate(settings))
+    for key, value in settings.items() if isinstance(settings, dict) else ():
+        if key in ("class_path", "_class_path") and not isinstance(value, str):
+            raise ValueError(f"in its '{name}', {key} must name a class, and is {value!r:.50}")
+        _check_settings(value, name)
+
+
+_COUNTS = ("ready", "started", "processed", "completed", "_batches_that_stepped")
+
+
 def _check_progress(loops: dict[Any, Any], in_progress: bool = False) -> None:
     """Raise ValueError if the progress of the Trainer's loops holds anything but counts."""
     for name, value in loops.items():
-        is_progress = in_progress or str(name).endswith("progress")
-        if isinstance(value, dict):
+        is_progress = in_progress or name in _COUNTS or str(name).endswith("progress")
+        if isinstance(value, dict) and name not in _COUNTS:
             _check_progress(value, is_progress)
         elif is_progress and not (is_count(value) or isinstance(value, bool)):
             raise ValueError(f"in its 'loops', {name} must be a count, and is {value!r:.50}")

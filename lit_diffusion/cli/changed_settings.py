@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_diffusion.callbacks.trainer_state import loaded_checkpoint
+from lit_diffusion.checkpoints.reading import is_count
 
 ChangedSettings = Mapping[str, tuple[Any, Any]]
 """Dotted name of a setting -> (value in the checkpoint, present value)."""
@@ -56,9 +57,23 @@ class ApplyChangedHyperparameters(Callback):
         self._reschedule = "lr" in self._arguments or any("scheduler" in name for name in changed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the changed options of the new optimizers into the loaded checkpoint."""
+        """Copy the changed options of the new optimizers into the loaded checkpoint.
+
+        Raises:
+            ValueError: if the state of an lr scheduler is damaged, or the optimizer is another.
+        """
         checkpoint = loaded_checkpoint(trainer)
-        if not checkpoint or not self._changed:
+        if not checkpoint:
+            return
+        for config, state in zip(
+            trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False
+        ):
+            if damaged := _find_damage(state, config.scheduler.state_dict()):
+                raise ValueError(
+                    f"{trainer.ckpt_path} holds {damaged} in the state of its lr scheduler, as no "
+                    f"{type(config.scheduler).__name__} saves it; resume from another checkpoint."
+                )
+        if not self._changed:
             return
         for name, (old, new) in self._changed.items():
             if str(old).startswith("torch.optim.") and "lr_scheduler" not in str(old):
@@ -74,6 +89,19 @@ class ApplyChangedHyperparameters(Callback):
         ):
             for new, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update({key: new[key] for key in keys & new.keys()})
+
+
+def _find_damage(saved: Any, new: Any, name: str = "state") -> str | None:
+    """What differs in type from the state of a new scheduler, as "name=value"; None if nothing."""
+    if isinstance(saved, list | tuple) and isinstance(new, list | tuple):
+        saved, new = dict(enumerate(saved)), dict(enumerate(new))
+    if isinstance(saved, dict) and isinstance(new, dict):
+        parts = (_find_damage(saved[key], new[key], f"{key}") for key in saved.keys() & new.keys())
+        return next(filter(None, parts), None)
+    types: list[Any] = [int | float, dict, list | tuple]
+    is_damaged = any(isinstance(new, each) and not isinstance(saved, each) for each in types)
+    is_damaged |= name in ("last_epoch", "_step_count") and not is_count(saved)
+    return f"{name}={saved!r:.50}" if is_damaged else None
 
 
 def _replay_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
