@@ -34,10 +34,6 @@ from lit_diffusion.losses import (
     UncertaintyLoss,
 )
 from lit_diffusion.modules.diffusion import DiffusionModule
-from lit_diffusion.networks.dit import DiT
-from lit_diffusion.networks.jit import JiT
-from lit_diffusion.networks.unet import UNet
-from lit_diffusion.networks.uvit import UViT
 from lit_diffusion.parameterizations import (
     FDM,
     EDMPreconditioning,
@@ -74,6 +70,7 @@ MODE, STD, N = 0.5, 0.2, 20_000
 PATTERN = torch.tensor([1.0, -1.0], dtype=torch.float64).reshape(1, 1, 1, 2)
 LABELS = torch.arange(N) % 2
 START = LogSNR(noisiest=-9.0)
+ZERO_TERMINAL, FLOW = DiscreteVP(ZeroTerminalSNR(LinearBetas(1000))), LinearFlow(1e-4)
 
 # A scale of nearly 1 asks for both halves, as a scale of 1 does not; and a model that is its own
 # weaker one leads where it would. All lead to the mode of the label, but for "unconditional".
@@ -93,12 +90,12 @@ PARTS = {
         DiscreteVP(LinearBetas(1000)),
         DiscreteVP(CosineBetas(1000), rescale_labels=True),
         DiscreteVP(SigmoidBetas(1000)),
-        DiscreteVP(ZeroTerminalSNR(LinearBetas(1000))),
+        ZERO_TERMINAL,
         DiscreteVP(GivenBetas([0.0002 + 0.0004 * i / 4 for i in range(500)])),
         ContinuousVP(),
         EDMProcess(),
         VE(0.002),
-        LinearFlow(1e-4),
+        FLOW,
     ],
     "parameterization": [
         Epsilon(),
@@ -134,7 +131,7 @@ PARTS = {
         Heun(80, START, clip=False, churn=10.0, churn_max=20.0),
     ],
     "guidance": list(GUIDANCES),
-    "network": ["alone", "vectors", "UNet", "UViT", "DiT", "JiT"],
+    "condition": ["labels", "vectors"],
 }
 
 
@@ -183,42 +180,23 @@ def labels_of(condition):
     return torch.where(there, vectors[:, 0].long(), -1)
 
 
-def shipped(name, factor):
-    """A small network of ours for images of 2x2; nothing for those that are none."""
-    if name in ("alone", "vectors"):
-        return None
-    if name == "UNet":
-        return UNet(1, factor, 4, (1,), 1, (), num_classes=2, norm_groups=2)
-    options = {"patch_size": 1, "width": 8, "depth": 2, "num_heads": 2, "num_classes": 2}
-    return {"UViT": UViT, "DiT": DiT, "JiT": JiT}[name](2, 1, factor, **options)
-
-
 class Exact(nn.Module):
     """Outputs what a perfect network would; with a variance of none where it is learned.
 
-    A shipped network is asked beside it, for some images, and counts for nothing while it answers.
     `bend` is (B, 1, 1, 1) factors less 1, and as many terms, on the first half.
     """
 
     bend = None
 
-    def __init__(self, process, parameterization, factor, knows_labels, beside):
+    def __init__(self, process, parameterization, factor, knows_labels, num_classes):
         super().__init__()
         self.of = process, parameterization, factor, knows_labels
-        self.beside = shipped(beside, factor)
+        self.num_classes = num_classes
         self.unused = nn.Parameter(torch.zeros((), dtype=torch.float64))
-        if beside != "vectors":
-            self.num_classes = 2
 
     def forward(self, x, noise_label, condition):
-        output = self.exact(x, noise_label, labels_of(condition))
-        if self.beside is not None:
-            rows = x[:4].repeat(1, 1, 2, 1), noise_label[:4], condition[:4]
-            output[:4] += 0 * self.beside(*rows)[..., :1, :]
-        return output
-
-    def exact(self, x, noise_label, labels):
         process, parameterization, factor, knows_labels = self.of
+        labels = labels_of(condition)
         alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(time_of(process, noise_label)))
         scale = parameterization.network_input(torch.ones_like(alpha), alpha, sigma)
         x_t = x / scale
@@ -242,26 +220,26 @@ def log_prob_gradient(process):
     return gradient
 
 
-def built(parts, solver=None):
+def built(parts):
     process, parameterization = parts["process"], parts["parameterization"]
     if isinstance(parameterization, FDM):  # to the noisiest level that its damping knows
         alpha, sigma = process.alpha_sigma(torch.tensor([process.t_max]))
         noisiest = min((sigma / alpha).item(), 1e4)
         parameterization = FDM(parameterization.base, 0.002, noisiest, 1.0)
     knows_labels = parts["guidance"] not in ("score", "shift")
-    factor, beside = parts["loss"].output_factor, parts["network"]
+    factor, has_labels = parts["loss"].output_factor, parts["condition"] == "labels"
     itself = lambda condition: module.denoise_for(condition)  # noqa: E731
     module = DiffusionModule(
-        Exact(process, parameterization, factor, knows_labels, beside),
+        Exact(process, parameterization, factor, knows_labels, 2 if has_labels else None),
         process,
         parameterization,
         parts["loss"],
         parts["times"],
-        solver or parts["solver"],
+        parts["solver"],
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         image_shape=(1, 1, 2),
         codec=Identity(),
-        conditioning=Embeddings((1,)) if beside == "vectors" else ClassLabels(2),
+        conditioning=ClassLabels(2) if has_labels else Embeddings((1,)),
         label_dropout=0.1,
         guidance=GUIDANCES[parts["guidance"]](process, itself),
     ).double()
@@ -273,7 +251,7 @@ def named(case):
 
 
 def refusal(case):
-    """The message of a combination that is refused; None for one that is not."""
+    """The message of a combination that is refused, or None."""
     try:
         built(named(case))
     except ValueError as error:
@@ -281,10 +259,9 @@ def refusal(case):
     return None
 
 
-TRAINED = frozenset(itertools.combinations(("loss", "network", "parameterization", "process"), 2))
+TRAINED = frozenset(itertools.combinations(("condition", "loss", "parameterization", "process"), 2))
 TRAINED |= {("loss", "times"), ("parameterization", "times"), ("process", "times")}
 DENOISED = frozenset(itertools.combinations(("guidance", "parameterization", "process"), 2))
-DENOISED |= {("process", "solver")}
 ALL = frozenset(itertools.combinations(sorted(PARTS), 2))
 
 
@@ -430,23 +407,20 @@ def test_pairs_that_do_not_go_together_are_refused_for_known_reasons():
     assert len(accepted) >= len(PARTS["solver"]) * len(PARTS["loss"])
 
 
-SIMPLY = {"guidance": "none", "loss": DenoisingLoss(Simple()), "network": "alone"}
-SIMPLY |= {"parameterization": Velocity(), "times": Uniform()}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("solver", "guidance"),
+    ("process", "solver", "guidance"),
     [
-        (DDPM(FixedSmall(), 1000, Even(), clip=False), "free"),  # variance is off by one step's
-        (DDIM(400, times=Even(), clip=False), "unconditional"),
-        (Euler(400, clip=False), "rescale"),
-        (DPMSolverPP(400, Even(), clip=False), "auto"),
-        (DPMSolverPP(400, Even(), clip=False, eta=1.0), "none"),
+        # whose variance is off by one step's
+        (ZERO_TERMINAL, DDPM(FixedSmall(), 1000, Even(), clip=False), "free"),
+        (FLOW, DDIM(400, times=Even(), clip=False), "unconditional"),
+        (ZERO_TERMINAL, Euler(400, clip=False), "rescale"),
+        (FLOW, DPMSolverPP(400, Even(), clip=False), "auto"),
+        (ZERO_TERMINAL, DPMSolverPP(400, Even(), clip=False, eta=1.0), "none"),
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("process", [PARTS["process"][i] for i in (3, 8)], ids=repr)
-@pytest.mark.slow
 def test_what_begins_at_pure_noise_generates_the_right_distribution(process, solver, guidance):
-    parts = SIMPLY | {"process": process, "solver": solver, "guidance": guidance}
+    parts = {"loss": DenoisingLoss(Simple()), "parameterization": Velocity(), "times": Uniform()}
+    parts |= {"process": process, "solver": solver, "guidance": guidance, "condition": "labels"}
     assert largest_z(sampled(built(parts), 0), guidance) < 5

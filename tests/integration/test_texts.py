@@ -11,7 +11,7 @@ from support.small_digits import hyper_parameters, small_digits
 from support.tiny_diffusion import tiny_diffusion
 from support.tiny_run import spec
 
-from lit_diffusion.callbacks import EMA
+from lit_diffusion.callbacks import EMA, NoiseLevelLoss, SampleGrid
 from lit_diffusion.checkpoints.loading import build_module
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli.generator import load_generator
@@ -93,25 +93,34 @@ def test_a_run_on_texts_that_is_resumed_ends_with_the_same_bits(kind, tmp_path):
     """Weights, the learned none among them, and their average."""
     takes, conditioning = KINDS[kind]
 
-    def run(*extra, ckpt_path=None):
+    def run(name, *extra, ckpt_path=None):
         module = with_texts(takes, conditioning, label_dropout=0.5)
         ema, data = EMA((0.9,)), DescribedDigits(16)
         data.conditioning = conditioning
         options = {"max_steps": 6, "max_epochs": -1, "enable_checkpointing": bool(extra)}
-        trainer = make_trainer(tmp_path, ema, *extra, **options)
+        callbacks = ema, NoiseLevelLoss(2), SampleGrid(2), *extra
+        trainer = make_trainer(tmp_path / name, *callbacks, **options)
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        assert trainer.callback_metrics["val/loss_u0.25"].isfinite()
         return trainable(module), ema.state_dict()
 
-    (whole, average), death = run(), DieAfter(tmp_path, 3)
+    (whole, average), death = run("whole"), DieAfter(tmp_path, 3)
     with pytest.raises(Death):
-        run(death)
-    again, average_again = run(ckpt_path=death.keep.path)
+        run("died", death)
+    again, average_again = run("died", ckpt_path=death.keep.path)
     assert_same_bits(again, whole)
     assert_same_bits(average_again, average)
     first = trainable(with_texts(takes, conditioning))
     learned = {name for name in first if "condition_emb" in name}
     still = {name for name in learned if torch.equal(first[name], again[name])}
     assert still == ({"network.condition_emb.null"} if kind == "tokens, null given" else set())
+
+
+@pytest.mark.gpu
+def test_texts_follow_their_module_to_another_device():
+    takes, conditioning = KINDS["tokens, null given"]
+    module = with_texts(takes, conditioning, guidance=ClassifierFree(2.0)).cuda()
+    assert module.generate(range(3)).shape == (3, 1, 8, 8)
 
 
 def test_words_beyond_those_of_the_network_are_refused():

@@ -24,10 +24,11 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(["support.resuming"])  # imports what most need
-
+TESTS = str(Path(__file__).parents[1])
 
 LAUNCHER = (
     *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
@@ -65,10 +66,16 @@ def spawn(function, ranks, *arguments, timeout=300):
 
 
 def run_ranks(function, ranks, *arguments, timeout=120):
-    """How each rank of `function(*arguments)` ended; those that run longer are killed."""
-    imports = _server.Process(target=int)  # the first process waits for the server's imports
-    imports.start()
-    imports.join()
+    """How each rank of `function(*arguments)` ended.
+
+    Ranks that run longer are killed, and so are stopped ones once the others have ended.
+    """
+    # A server of Python 3.11 does not take over sys.path, and ignores what it cannot import.
+    path = os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with patch.dict(os.environ, PYTHONPATH=path):
+        imports = _server.Process(target=int)  # the first process waits for the server's imports
+        imports.start()
+        imports.join()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -84,8 +91,8 @@ def run_ranks(function, ranks, *arguments, timeout=120):
         for process in processes:
             process.start()
         deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        while time.monotonic() < deadline and not all(map(_is_over, processes)):
+            time.sleep(0.02)
         return [_ended(process, Path(folder, str(i))) for i, process in enumerate(processes)]
 
 
@@ -118,6 +125,16 @@ def _function(module, file, name):
     sys.modules[module] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules[module])
     return getattr(sys.modules[module], name)
+
+
+def _is_over(process):
+    """Whether a rank has ended, or was stopped by SIGSTOP."""
+    if process.exitcode is not None:
+        return True
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # ended since
+        return False
 
 
 def _ended(process, files):
