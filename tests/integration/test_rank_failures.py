@@ -133,14 +133,8 @@ def assert_others_tell(ends, rank, message):
 @pytest.mark.parametrize(
     ("way", "rank", "place"),
     [
-        *(
-            ("raise", 2, "data"),
-            ("raise", 0, "training"),
-            ("raise", 2, "fid"),
-            ("raise", 0, "save"),
-        ),
-        *(("kill", 0, "data"), ("kill", 2, "loader"), ("kill", 2, "training")),
-        ("kill", 0, "validation"),
+        *(("raise", *at) for at in ((2, "data"), (0, "training"), (2, "fid"), (0, "save"))),
+        *(("kill", *at) for at in ((0, "data"), (2, "loader"), (2, "training"), (0, "validation"))),
     ],
 )
 def test_a_rank_that_fails_is_named(run, way, rank, place):
