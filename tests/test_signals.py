@@ -1,8 +1,12 @@
+"""Signals are recorded, deferred and delivered; that handlers are put back is checked for every
+test, by conftest.py."""
+
 import multiprocessing
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,76 +21,65 @@ from lit_diffusion.signals import (
 )
 
 
-def child():
-    """A process that sleeps, forked from this one."""
-    ready = multiprocessing.get_context("fork").Event()
-
-    def wait():
-        ready.set()
-        time.sleep(60)
-
-    process = multiprocessing.get_context("fork").Process(target=wait, daemon=True)
-    process.start()
-    assert ready.wait(10)
-    return process
+def send(number):
+    os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_are_recorded_and_nothing_else_happens(number):
-    recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
-    before = signal.getsignal(number)
+@contextmanager
+def recording(*numbers):
+    recorder = SignalRecorder(numbers)
     recorder.start()
     try:
-        assert recorder.received is None
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        yield recorder
     finally:
         recorder.stop()
-    assert recorder.received == number
-    assert signal.getsignal(number) == before
 
 
-def test_processes_forked_meanwhile_are_ended_by_their_parent_alone():
-    recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
-    recorder.start()
-    process = child()
-    recorder.stop()
-    assert os.system(f"kill {process.pid}") == 0  # as a batch system does, which is no parent
-    process.join(0.1)
-    assert process.exitcode is None
-    process.terminate()
-    process.join(10)
-    assert process.exitcode == 0
+def test_the_first_signal_is_recorded_and_nothing_else_happens():
+    with recording(signal.SIGTERM, signal.SIGUSR1) as recorder:
+        assert recorder.received is None
+        send(signal.SIGUSR1)
+        send(signal.SIGTERM)
+    assert recorder.received == signal.SIGUSR1
 
 
-def test_processes_forked_meanwhile_end_when_they_are_done():
-    recorder = SignalRecorder([signal.SIGTERM])
-    recorder.start()
-    process = multiprocessing.get_context("fork").Process(target=os.getpid)
-    process.start()
-    recorder.stop()
-    process.join(10)
-    assert process.exitcode == 0
+def test_processes_forked_meanwhile_end_when_they_are_done_or_by_their_parent_alone():
+    fork = multiprocessing.get_context("fork")
+    ready = fork.Event()
+    with recording(signal.SIGTERM, signal.SIGUSR1):
+        waiting = fork.Process(target=lambda: (ready.set(), time.sleep(60)), daemon=True)
+        brief = fork.Process(target=os.getpid)
+        for process in (waiting, brief):
+            process.start()
+        assert ready.wait(10)
+    brief.join(10)
+    assert brief.exitcode == 0
+    assert os.system(f"kill {waiting.pid}") == 0  # as a batch system does, which is no parent
+    waiting.join(0.1)
+    assert waiting.exitcode is None
+    waiting.terminate()
+    waiting.join(10)
+    assert waiting.exitcode == 0
 
 
 def test_what_was_recorded_before_a_fit_is_taken_over_by_it():
     before = signal.getsignal(signal.SIGTERM)
     with record_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-        recorder = SignalRecorder([signal.SIGTERM])
-        recorder.start()
-        assert recorder.received == signal.SIGTERM
-        recorder.stop()
+        send(signal.SIGTERM)
+        with recording(signal.SIGTERM) as recorder:
+            assert recorder.received == signal.SIGTERM
         assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_recorded_signal_is_sent_again_where_nothing_will_be_saved():
     handled = []
     before = signal.signal(signal.SIGTERM, lambda *args: handled.append(args))
     try:
+        redeliver_signal()
         with record_signals():
-            os.kill(os.getpid(), signal.SIGTERM)
+            redeliver_signal()
+        with record_signals():
+            send(signal.SIGTERM)
             assert handled == []
             redeliver_signal()
             assert len(handled) == 1
@@ -99,11 +92,9 @@ def test_after_a_save_another_signal_does_not_change_the_exit_code():
     try:
         with pytest.raises(SystemExit), record_signals():
             raise SystemExit(EXIT_SAVED)
-        os.kill(os.getpid(), signal.SIGTERM)
-        later = SignalRecorder([signal.SIGTERM])
-        later.start()
-        assert later.received is None
-        later.stop()
+        send(signal.SIGTERM)
+        with recording(signal.SIGTERM) as later:
+            assert later.received is None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -111,36 +102,20 @@ def test_after_a_save_another_signal_does_not_change_the_exit_code():
 
 @pytest.mark.parametrize("error", [SystemExit(1), ValueError("75")], ids=repr)
 def test_after_another_end_signals_are_handled_as_before(error):
-    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(type(error)), record_signals():
         raise error
-    assert signal.getsignal(signal.SIGTERM) == before
-
-
-def test_where_nothing_was_recorded_nothing_is_sent():
-    redeliver_signal()
-    before = signal.getsignal(signal.SIGTERM)
-    with record_signals():
-        redeliver_signal()
-        assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.usefixtures("terminal_signals")
 def test_a_second_ctrl_c_ends_what_waits_and_the_first_is_answered(capfd, monkeypatch):
-    recorder = SignalRecorder([signal.SIGINT, signal.SIGTERM])
-    recorder.ctrl_c_message = "saving"
-    recorder.start()
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        for _ in range(2):  # as terminal and torchrun do at one Ctrl-C
-            os.kill(os.getpid(), signal.SIGINT)
+    with recording(signal.SIGINT, signal.SIGTERM) as recorder:
+        recorder.ctrl_c_message = "saving"
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+            send(number)  # terminal and torchrun both send SIGINT at one Ctrl-C
         assert capfd.readouterr().err == "saving"
         monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    finally:
-        recorder.stop()
+            send(signal.SIGINT)
     assert recorder.received == signal.SIGTERM
 
 
@@ -151,8 +126,8 @@ def test_what_is_ignored_stays_so_unless_it_was_silenced_after_a_save():
     before = signal.getsignal(signal.SIGUSR1)
     for _ in range(2):
         recorder.start()
-        os.kill(os.getpid(), signal.SIGHUP)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        send(signal.SIGHUP)
+        send(signal.SIGUSR1)
         received.append(recorder.received)
         recorder.ignore()
     signal.signal(signal.SIGUSR1, before)
@@ -165,7 +140,7 @@ def test_deferred_signals_are_delivered_at_the_end(number):
     reached = []
     with pytest.raises(KeyboardInterrupt) as ended, raise_on_signals():  # noqa: PT012
         with defer_signals():
-            os.kill(os.getpid(), number)
+            send(number)
             reached.append("end")
         reached.append("after")
     assert reached == ["end"]
@@ -173,24 +148,10 @@ def test_deferred_signals_are_delivered_at_the_end(number):
 
 
 def test_a_second_start_keeps_the_way_back():
-    before = signal.getsignal(signal.SIGTERM)
-    recorder = SignalRecorder([signal.SIGTERM])
-    recorder.start()
-    recorder.start()
-    recorder.stop()
-    assert signal.getsignal(signal.SIGTERM) == before
+    with recording(signal.SIGTERM) as recorder:
+        recorder.start()
 
 
 def test_a_thread_is_refused():
-    caught = []
-
-    def start():
-        try:
-            SignalRecorder([signal.SIGTERM]).start()
-        except ValueError as error:
-            caught.append(str(error))
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-    assert "leave SaveOnSignal out" in caught[0]
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="leave SaveOnSignal out"):
+        pool.submit(SignalRecorder([signal.SIGTERM]).start).result()

@@ -13,6 +13,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, _typehints, _util
 from lightning.pytorch import Callback
 from support.commands import call
+from support.tiny_run import spec, write_config
 from torch import nn
 
 import lit_diffusion
@@ -23,21 +24,20 @@ from lit_diffusion.solvers import DDIM
 
 @pytest.fixture
 def stranger(tmp_path, monkeypatch):
-    """A module whose import leaves a file behind."""
-    traces = tmp_path / "imported"
-    for name in ("stranger_module", "stranger_package/__init__", "stranger_package/sub"):
-        path = tmp_path / f"{name}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(
-            f"open({str(traces)!r}, 'w').close()\n"
+    """A package whose import leaves a file behind, at the path that this is."""
+    trace = tmp_path / "imported"
+    (tmp_path / "stranger").mkdir()
+    for name in ("__init__", "sub"):
+        (tmp_path / "stranger" / f"{name}.py").write_text(
+            f"open({str(trace)!r}, 'w').close()\n"
             "import torch\n"
             "class Net(torch.nn.Module): ...\n"
             "def call(text: str) -> bytes: ...\n"
         )
     monkeypatch.syspath_prepend(tmp_path)
-    yield traces
-    for name in [name for name in sys.modules if name.startswith("stranger_")]:
-        del sys.modules[name]
+    yield trace
+    for name in ("stranger", "stranger.sub"):
+        sys.modules.pop(name, None)
 
 
 def parse(kind: object, value: str) -> object:
@@ -49,44 +49,35 @@ def parse(kind: object, value: str) -> object:
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
-        (nn.Module, "stranger_module.Net"),
-        (nn.Module, '{"class_path": "stranger_module.Net", "init_args": {}}'),
-        (nn.Module | None, "stranger_package.sub.Net"),
-        (list[nn.Module], '[{"class_path": "stranger_module.Net"}]'),
-        (Callable[[str], bytes], "stranger_module.call"),
-        (Callable, "stranger_module.call"),
-        (type[nn.Module], "stranger_module.Net"),
+        (nn.Module, "stranger.Net"),
+        (nn.Module | None, "stranger.sub.Net"),
+        (list[nn.Module], '[{"class_path": "stranger.Net"}]'),
+        (Callable[[str], bytes], "stranger.call"),
+        (Callable, "stranger.call"),
+        (type[nn.Module], "stranger.Net"),
     ],
 )
 def test_a_class_path_of_a_stranger_is_refused_before_it_is_imported(stranger, kind, value):
-    trusted_folder = "./stranger_module"
-    with allow_class_paths([trusted_folder]), pytest.raises(ArgumentError, match="not allowed"):
-        parse(kind, value)
+    with allow_class_paths(["./stranger"]), pytest.raises(ArgumentError, match="not allowed"):
+        parse(kind, value)  # a folder that is trusted is no package
     assert not stranger.exists()
 
 
-@pytest.mark.parametrize(
-    ("trust", "value"),
-    [
-        ("stranger_module", "stranger_module.Net"),
-        ("stranger_module", "stranger_module.call"),
-        ("stranger_package", "stranger_package.sub.Net"),
-        ("stranger_package.sub", "stranger_package.sub.Net"),
-    ],
-)
-def test_a_package_that_the_user_names_is_imported(stranger, trust, value):
+@pytest.mark.parametrize("trust", ["stranger", "stranger.sub"])
+@pytest.mark.parametrize("name", ["Net", "call"])
+def test_a_package_that_the_user_names_is_imported(stranger, trust, name):
+    kind = nn.Module if name == "Net" else Callable[[str], bytes]
     with allow_class_paths([trust]):
-        kind = nn.Module if value.endswith("Net") else Callable[[str], bytes]
-        assert parse(kind, value).__module__ == value.rpartition(".")[0]
+        assert parse(kind, f"stranger.sub.{name}").__module__ == "stranger.sub"
 
 
 def test_trust_ends_with_its_context_and_a_program_with_jsonargparse_is_left_alone(stranger):
-    with allow_class_paths(["stranger_module"]):
+    with allow_class_paths(["stranger"]):
         pass
     with allow_class_paths(), pytest.raises(ArgumentError, match="not allowed"):
-        parse(nn.Module, "stranger_module.Net")
+        parse(nn.Module, "stranger.Net")
     assert not stranger.exists()
-    assert type(parse(nn.Module, "stranger_module.Net")).__name__ == "Net"
+    assert type(parse(nn.Module, "stranger.Net")).__name__ == "Net"
 
 
 @pytest.mark.parametrize(
@@ -106,16 +97,12 @@ def test_what_could_run_code_is_refused_in_packages_that_we_build_on(path):
         parse(Callable, path)
 
 
-def returning(path: str, **init_args) -> str:
-    return json.dumps({"class_path": path, "init_args": init_args})
-
-
 @pytest.mark.parametrize("kind", [nn.Module, Callable[[Iterable], nn.Module], Any])
 def test_a_function_that_returns_the_wanted_type_runs_nothing(tmp_path, kind):
     path = "torch.fx.graph_module.reduce_graph_module"
     trace = tmp_path / "ran"
     evil = f"open({str(trace)!r}, 'w').close()\n"
-    value = returning(path, body={"_code": "forward = print"}, import_block=evil)
+    value = json.dumps(spec(path, body={"_code": "forward = print"}, import_block=evil))
     with allow_class_paths(), contextlib.suppress(ArgumentError):
         assert isinstance(parse(kind, value), dict)  # text for Any, which builds nothing
         assert kind is Any
@@ -146,19 +133,19 @@ def test_class_paths_of_the_packages_that_we_build_on_are_imported(kind, path):
 
 
 def test_what_is_replaced_in_jsonargparse_is_there_and_is_put_back():
-    paths, resolve = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
-    discard = _typehints.discard_init_args_on_class_path_change
-    assert list(inspect.signature(paths).parameters) == ["obj"]
-    assert paths(PixelCodec) == {"lit_diffusion.codecs.PixelCodec"}
+    def functions():
+        return (
+            _util.canonical_import_paths,
+            _typehints.resolve_class_path_by_name,
+            _typehints.discard_init_args_on_class_path_change,
+        )
+
+    before = functions()
+    assert before[0](PixelCodec) == {"lit_diffusion.codecs.PixelCodec"}
     assert "canonical_import_paths(obj)" in inspect.getsource(_util.import_object)
-    assert list(inspect.signature(resolve).parameters) == ["cls", "name"]
     with allow_class_paths():
-        assert _util.canonical_import_paths is not paths
-        assert _typehints.resolve_class_path_by_name is not resolve
-        assert _typehints.discard_init_args_on_class_path_change is not discard
-    assert _util.canonical_import_paths is paths
-    assert _typehints.resolve_class_path_by_name is resolve
-    assert _typehints.discard_init_args_on_class_path_change is discard
+        assert not set(before) & set(functions())
+    assert functions() == before
 
 
 DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"
@@ -172,24 +159,26 @@ def test_each_name_is_that_of_its_class():
 
 
 def test_a_config_may_have_them(capsys, tmp_path):
-    (tmp_path / "own.yaml").write_text(
-        yaml.safe_dump({"model": {"init_args": {"parameterization": "Epsilon"}}})
+    path = write_config(
+        {"model": {"init_args": {"parameterization": "Epsilon"}}}, tmp_path / "a.yaml"
     )
-    command = f"fit --config {DIGITS} --config {tmp_path / 'own.yaml'} --model.times=LogNormal"
+    command = f"fit --config {DIGITS} --config {path} --model.times=LogNormal"
     assert call(f"{command} --trainer.callbacks+=MomentumDecay --data=Digits --print_config") == 0
     config = yaml.safe_load(capsys.readouterr().out)
     model = config["model"]["init_args"]
-    assert model["parameterization"]["class_path"] == "lit_diffusion.parameterizations.Epsilon"
-    assert model["times"]["class_path"] == "lit_diffusion.timesteps.LogNormal"
-    callback = config["trainer"]["callbacks"][-1]["class_path"]
-    assert callback == "lit_diffusion.callbacks.MomentumDecay"
-    assert config["data"]["class_path"] == "lit_diffusion.data.digits.Digits"
+    objects = model["parameterization"], model["times"], config["trainer"]["callbacks"][-1]
+    assert [each["class_path"] for each in (*objects, config["data"])] == [
+        "lit_diffusion.parameterizations.Epsilon",
+        "lit_diffusion.timesteps.LogNormal",
+        "lit_diffusion.callbacks.MomentumDecay",
+        "lit_diffusion.data.digits.Digits",
+    ]
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest(folder, capsys):
-    for wrong, name in (
-        ("parameterization=Velocty", "Velocity"),
-        ("loss.weighting=MINSNR", "MinSNR"),
-    ):
-        assert call(f"fit --config {DIGITS} --model.{wrong}") == 2
-        assert f"Did you mean '{name}'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [("parameterization=Velocty", "Velocity"), ("loss.weighting=MINSNR", "MinSNR")],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(folder, capsys, wrong, name):
+    assert call(f"fit --config {DIGITS} --model.{wrong}") == 2
+    assert f"Did you mean '{name}'?" in capsys.readouterr().err
