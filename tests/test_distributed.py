@@ -11,20 +11,14 @@ from lit_diffusion.distributed import (
 )
 
 
-def check_alone():
+@pytest.mark.parametrize("fixture", ["folder", "one_rank"])
+def test_a_process_without_others_or_in_a_group_of_its_own_is_the_first_of_one(request, fixture):
+    request.getfixturevalue(fixture)
     assert rank_and_world_size() == (0, 1)
     assert all_gather_objects("mine") == ["mine"]
     assert call_on_rank_zero(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
         call_on_rank_zero(lambda: 1 / 0)
-
-
-def test_a_process_without_others_is_the_first_of_one():
-    check_alone()
-
-
-def test_so_is_one_in_a_group_of_its_own(one_rank):
-    check_alone()
 
 
 @pytest.mark.usefixtures("one_rank")

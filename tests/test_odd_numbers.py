@@ -32,9 +32,9 @@ KINDS = {
     **dict.fromkeys((Classes, Vectors, Tokens, WordIds), LABELLED),
     **{kind: {} for kind in (EDMPreconditioning, ContinuousVP, DDIM, Euler, Heun)},
 }
-ZERO_IS_FINE = {"dropout", "eta", "churn", "churn_min", "churn_max", "churn_noise"}
-ZERO_IS_FINE |= {"in_context_tokens", "unhalved", "attention_at"}
 INFINITE_IS_FINE = {"churn", "churn_max", "churn_min"}
+ZERO_IS_FINE = INFINITE_IS_FINE | {"dropout", "eta", "churn_noise"}
+ZERO_IS_FINE |= {"in_context_tokens", "unhalved", "attention_at"}
 ANY = {"in_context_start"}  # checked where they are used
 
 
