@@ -33,6 +33,7 @@ _MAX_UNREAD = 4
 """Updates that may be started before the host reads the flag of the update before them."""
 _DEFERRING_DEVICES = ("cuda",)
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers that with `fused=True` change nothing where `found_inf` is 1, without reading it."""
 
 
 @dataclass
@@ -183,7 +184,10 @@ class FiniteUpdates(pl.Callback):
             self.max_nonfinite_steps == 0
             and pl_module.automatic_optimization
             and pl_module.device.type in _DEFERRING_DEVICES
-            and all(map(_skips_on_device, trainer.optimizers))
+            and all(type(optimizer) in _FUSED for optimizer in trainer.optimizers)
+            and all(
+                group.get("fused") for each in trainer.optimizers for group in each.param_groups
+            )
             and find_dtensor(dict(pl_module.named_parameters())) is None
             and not trainer.strategy.restore_checkpoint_after_setup
         ):
@@ -413,12 +417,6 @@ class FiniteUpdates(pl.Callback):
 
 def _grad_scaler(trainer: pl.Trainer) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
-
-
-def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether step() changes nothing where `optimizer.found_inf` is 1, without reading it."""
-    is_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return is_fused and type(optimizer) in _FUSED
 
 
 def _check_gradients(optimizers: Sequence[Optimizer]) -> tuple[Tensor, list[nn.Parameter]] | None:

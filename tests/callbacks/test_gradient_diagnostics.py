@@ -1,5 +1,6 @@
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -73,13 +74,11 @@ def test_what_is_logged_is_what_autograd_gives_at_each_level(tmp_path):
 
 
 def test_a_step_of_known_length_has_that_ratio(tmp_path):
-    def sgd(parameters):
-        return torch.optim.SGD(parameters, lr=0.0)
-
+    sgd = partial(torch.optim.SGD, lr=0.0)
     callback = GradientDiagnostics(every_n_steps=4, num_levels=1)
     _, memory = fitted(tmp_path, callback, module=tiny_diffusion(optimizer=sgd))
     assert [row["grad/update_ratio"] for _, row in memory.rows_with("grad/update_ratio")] == [0, 0]
-    module = tiny_diffusion(optimizer=lambda p: torch.optim.SGD(p, lr=1e-6, weight_decay=1e3))
+    module = tiny_diffusion(optimizer=partial(torch.optim.SGD, lr=1e-6, weight_decay=1e3))
     with torch.no_grad():
         for p in module.parameters():
             p.mul_(1e4)  # decay outweighs any gradient

@@ -3,10 +3,10 @@ from lightning.pytorch.loggers import CSVLogger
 from support.plain_module import (
     PlainModule,
     assert_close,
-    assert_same_bits,
     by_profile,
     loader,
     make_trainer,
+    trainable,
 )
 
 from lit_diffusion import load
@@ -17,70 +17,16 @@ class Recorded(PlainModule):
     """Remembers its weights after each step of the optimizer."""
 
     def on_train_start(self):
-        self.path, self.steps = [], self.trainer.global_step
+        self.path = []
 
     def on_train_batch_end(self, *args):
-        if self.trainer.global_step > self.steps:
-            self.steps = self.trainer.global_step
-            self.path.append({name: p.detach().clone() for name, p in self.named_parameters()})
+        self.path.append(trainable(self))
 
 
 def fit(folder, module, *callbacks, ckpt_path=None, **options):
     trainer = make_trainer(folder, *callbacks, **options)
     trainer.fit(module, loader(), ckpt_path=ckpt_path)
     return trainer
-
-
-def now(module):
-    return {name: p.detach().double().clone() for name, p in module.named_parameters()}
-
-
-def test_the_averages_are_those_by_hand_under_their_names(tmp_path):
-    module, ema = Recorded(), PowerEMA(widths=(0.05, 0.2))
-    fit(tmp_path, module, ema, max_steps=12, max_epochs=-1)
-    assert ema.names() == ["raw", "ema", "power_0.05", "power_0.2"]
-    for name, width in {"ema": 0.05, "power_0.05": 0.05, "power_0.2": 0.2}.items():
-        with ema.weights(name):
-            assert_close(now(module), by_profile(module.path, width))
-    assert ema.state_key == "PowerEMA{'prefix': ''}"
-
-
-def test_a_resumed_run_ends_with_the_same_averages_and_snapshots(tmp_path):
-    whole, first, second = (PowerEMA(snapshot_every_n_steps=4) for _ in range(3))
-    fit(tmp_path / "whole", PlainModule(), whole, StepSeed(1), max_epochs=3)
-    eight = fit(tmp_path / "parts", PlainModule(), first, StepSeed(1), max_epochs=2)
-    eight.save_checkpoint(tmp_path / "eight.ckpt")
-    rest = {"max_epochs": 3, "ckpt_path": tmp_path / "eight.ckpt"}
-    fit(tmp_path / "parts", PlainModule(), second, StepSeed(1), **rest)
-    for a, b in zip(*(e.state_dict()["shadows"] for e in (whole, second)), strict=True):
-        assert_same_bits(a, b)
-    assert whole.state_dict()["snapshots"] == second.state_dict()["snapshots"]
-    assert list(second.state_dict()["snapshots"]) == [4, 8, 12]
-    folders = [tmp_path / name / "ema-snapshots" for name in ("whole", "parts")]
-    names = [sorted(f.name for f in folder.iterdir()) for folder in folders]
-    assert names[0] == names[1] == [f"step-{n:09d}.safetensors" for n in (4, 8, 12)]
-    assert all((folders[0] / n).read_bytes() == (folders[1] / n).read_bytes() for n in names[0])
-
-
-def test_a_run_that_resumes_into_another_folder_takes_its_snapshots_along(tmp_path):
-    """As Lightning's loggers give each start a folder of a new version."""
-    loggers = [CSVLogger(tmp_path, name="project") for _ in range(2)]
-    ema, options = PowerEMA(snapshot_every_n_steps=4), {"max_epochs": -1, "logger": loggers[0]}
-    trainer = fit(tmp_path, PlainModule(), ema, max_steps=8, **options)
-    file = saved(trainer, tmp_path / "project/version_0")
-    module, options["logger"] = Recorded(), loggers[1]
-    ema = PowerEMA(snapshot_every_n_steps=4)
-    trainer = fit(tmp_path, module, ema, max_steps=12, ckpt_path=file, **options)
-    assert snapshots(tmp_path / "project/version_0") == [4, 8]
-    assert snapshots(tmp_path / "project/version_1") == [4, 8, 12]
-    load(saved(trainer, tmp_path / "project/version_1"), "power_0.07", module=PlainModule())
-
-
-def test_a_new_run_does_not_delete_the_snapshots_of_another(tmp_path):
-    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=4), max_steps=4)
-    with pytest.raises(ValueError, match="ema-snapshots is of another run: give the Trainer a log"):
-        fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=4), max_steps=4)
-    assert snapshots(tmp_path) == [4]
 
 
 def snapshots(folder):
@@ -93,10 +39,45 @@ def saved(trainer, folder):
     return file
 
 
+def test_the_averages_are_those_by_hand_under_their_names(tmp_path):
+    module, ema = Recorded(), PowerEMA(widths=(0.05, 0.2))
+    fit(tmp_path, module, ema, max_steps=12, max_epochs=-1)
+    assert ema.names() == ["raw", "ema", "power_0.05", "power_0.2"]
+    for name, width in {"ema": 0.05, "power_0.05": 0.05, "power_0.2": 0.2}.items():
+        with ema.weights(name):
+            assert_close(trainable(module), by_profile(module.path, width))
+    assert ema.state_key == "PowerEMA{'prefix': ''}"
+
+
+def test_a_run_that_resumes_into_another_folder_takes_its_snapshots_along(tmp_path):
+    """As Lightning's loggers give each start a folder of a new version."""
+
+    def run(version, epochs, file=None):
+        ema, logger = PowerEMA(snapshot_every_n_steps=4), CSVLogger(tmp_path, name="project")
+        options = {"max_epochs": epochs, "logger": logger, "ckpt_path": file}
+        trainer = fit(tmp_path, PlainModule(), ema, StepSeed(1), **options)
+        return saved(trainer, tmp_path / f"project/version_{version}")
+
+    whole, first = run(0, 3), run(1, 2)
+    resumed = run(2, 3, first)
+    folders = [file.parent.parent for file in (whole, first, resumed)]
+    assert list(map(snapshots, folders)) == [[4, 8, 12], [4, 8], [4, 8, 12]]
+    undisturbed, _, again = (sorted(f.glob("ema-snapshots/*")) for f in folders)
+    assert [f.read_bytes() for f in undisturbed] == [f.read_bytes() for f in again]
+    load(resumed, "power_0.07", module=PlainModule())
+
+
+def test_a_new_run_does_not_delete_the_snapshots_of_another(tmp_path):
+    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=4), max_steps=4)
+    with pytest.raises(ValueError, match="ema-snapshots is of another run: give the Trainer a log"):
+        fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=4), max_steps=4)
+    assert snapshots(tmp_path) == [4]
+
+
 def assert_widths(file, path, widths=(0.07, 0.15)):
     """Loaded from the file and its snapshots, they are nearly the direct averages."""
     for width in widths:
-        loaded = now(load(file, f"power_{width}", module=PlainModule()))
+        loaded = trainable(load(file, f"power_{width}", module=PlainModule()))
         expected, nearest = by_profile(path, width), by_profile(path, 0.1)
         for name, value in expected.items():
             error = (loaded[name] - value).abs().max()
@@ -107,7 +88,9 @@ def test_any_width_is_loaded_from_a_run_and_its_snapshots(tmp_path):
     module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=8)
     file = saved(fit(tmp_path, module, ema, max_steps=64, max_epochs=-1), tmp_path)
     for name in ("power_0.1", "power_0.10"):
-        assert_close(now(load(file, name, module=PlainModule())), by_profile(module.path, 0.1))
+        assert_close(
+            trainable(load(file, name, module=PlainModule())), by_profile(module.path, 0.1)
+        )
     assert_widths(file, module.path)
     with pytest.raises(ValueError, match=r"above 0 and below 0\.289, got 0\.5"):
         load(file, "power_0.5", module=PlainModule())
@@ -122,7 +105,7 @@ def test_averages_that_begin_in_the_middle_count_from_there(tmp_path):
     options = {"max_steps": 52, "max_epochs": -1, "ckpt_path": tmp_path / "before.ckpt"}
     file = saved(fit(tmp_path, module, ema, **options), tmp_path)
     assert snapshots(tmp_path) == list(range(4, 33, 4))
-    assert_close(now(load(file, module=PlainModule())), by_profile(module.path, 0.05))
+    assert_close(trainable(load(file, module=PlainModule())), by_profile(module.path, 0.05))
     assert_widths(file, module.path)
 
 
