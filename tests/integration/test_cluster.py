@@ -32,16 +32,15 @@ class Cluster:
     """SLURM's commands, with this environment's programs on the path of the jobs."""
 
     def __init__(self, folder: Path) -> None:
-        path = f"{BIN}:{os.environ['PATH']}"
-        self._settings = {"PATH": path, "OMP_NUM_THREADS": "1", "MS_DIR": str(folder)}
-        self.environment = os.environ | self._settings | {"MS_GRACE": "60"}
+        settings = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        self.environment = os.environ | settings | {"MS_DIR": str(folder), "MS_GRACE": "60"}
 
     def start(self) -> None:
         done = subprocess.run([HERE / "start-slurm.sh"], env=self.environment, check=False)
         if done.returncode == 3:
             pytest.skip("SLURM's Debian packages cannot be installed")
         assert done.returncode == 0
-        self.environment["SLURM_CONF"] = f"{self._settings['MS_DIR']}/etc/slurm.conf"
+        self.environment["SLURM_CONF"] = f"{self.environment['MS_DIR']}/etc/slurm.conf"
 
     def stop(self) -> None:
         environment = self.environment | {"MS_PURGE": "1"}
@@ -52,9 +51,7 @@ class Cluster:
 
     def __call__(self, *command: object) -> str:
         words = [str(word) for word in command]
-        return subprocess.run(
-            words, env=self.environment, check=True, capture_output=True, text=True
-        ).stdout
+        return subprocess.check_output(words, env=self.environment, text=True)
 
     def describe(self, job: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job)))
@@ -106,16 +103,15 @@ def slurm():
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config(Path("digits.yaml"))
+def _config(folder):
+    config()
 
 
-def config(path, steps=STEPS, **trainer):
-    contents = small_digits(steps, enable_progress_bar=False, max_epochs=-1, **trainer)
+def config(steps=STEPS):
+    contents = small_digits(steps, enable_progress_bar=False, max_epochs=-1)
     schedule = {"total_steps": steps, "warmup_steps": 4}
     contents["model"]["init_args"]["lr_scheduler"]["init_args"] = schedule
-    write_config(contents, path)
+    write_config(contents, Path("digits.yaml"))
 
 
 def torchrun(name: str, *options: str) -> list[subprocess.Popen]:
@@ -143,7 +139,7 @@ def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        config(Path("digits.yaml"))
+        config()
         assert [node.wait(300) for node in torchrun("whole")] == [0, 0], output()
     return folder / "whole"
 
@@ -228,7 +224,7 @@ def test_a_signal_that_meets_uneven_ranks_deadlocks_nobody_in_any_project(slurm)
 
 
 def test_a_cancelled_job_saves_and_stays_cancelled(slurm):
-    config(Path("digits.yaml"), 100_000)
+    config(100_000)
     job = slurm.submit(*NO_GPU, CLUSTER / "single-node.sbatch", "--config=digits.yaml")
     wait_for(reaches(30), "step 30")
     slurm("scancel", job)
@@ -239,20 +235,14 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm):
 
 
 def test_the_tasks_of_an_array_are_requeued_each_by_itself(slurm):
-    config(Path("digits.yaml"), 300)
-    commands = subprocess.run(
-        [SCRIPT, "sweep", "digits.yaml", "--seeds=0,1", "--out=runs", "--print"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    Path("commands").write_text(commands.stdout)
+    config(300)
+    sweep = [SCRIPT, "sweep", "digits.yaml", "--seeds=0,1", "--out=runs", "--print"]
+    Path("commands").write_bytes(subprocess.check_output(sweep))
     job = slurm.submit("--array=1-2", *NO_GPU, CLUSTER / "array.sbatch", "commands")
     wait_for(reaches(30, "runs/baseline/seed-1"), "step 30")
     slurm("scancel", "--signal=USR1", f"{job}_2")
     wait_for(lambda: slurm("squeue", "--noheader") == "", "the array")
-    assert [end(f"runs/baseline/seed-{seed}")["global_step"] for seed in (0, 1)] == [300, 300], (
-        output()
-    )
-    assert not list(Path("runs/baseline/seed-0").glob("config.resume-*.yaml"))
-    assert len(list(Path("runs/baseline/seed-1").glob("config.resume-*.yaml"))) == 1
+    folders = [Path("runs/baseline", f"seed-{seed}") for seed in (0, 1)]
+    assert [end(folder)["global_step"] for folder in folders] == [300, 300], output()
+    resumes = [len(list(folder.glob("config.resume-*.yaml"))) for folder in folders]
+    assert resumes == [0, 1]

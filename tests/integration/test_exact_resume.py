@@ -58,24 +58,32 @@ def test_died_with_loading_processes(tmp_path, workers):
     assert_undisturbed(tmp_path, Recipe(workers=workers), 7)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 3, 5, 6])
-def test_died_between_accumulated_batches(tmp_path, batch):
-    """Five batches an epoch are steps of two, two and one: 1, 3, 6 and 8 are no place to save."""
-    assert_undisturbed(tmp_path, Recipe(trainer=(("accumulate_grad_batches", 2),)), batch)
+IN_PAIRS = Recipe(trainer=(("accumulate_grad_batches", 2),))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 5, 6])
-def test_died_between_batches_that_the_module_accumulates(tmp_path, batch):
-    assert_undisturbed(tmp_path, Recipe(accumulates_itself=True), batch)
+@pytest.mark.parametrize(
+    ("recipe", "batches"),
+    [
+        # Five batches an epoch are steps of two, two and one: 1, 3, 6 and 8 are no place to save.
+        (IN_PAIRS, (1, 3, 5, 6)),
+        (Recipe(accumulates_itself=True), (1, 5, 6)),
+        (Recipe(("GradientAccumulationScheduler",)), (7, 8)),
+    ],
+    ids=["by the trainer", "by the module", "more in later epochs"],
+)
+def test_died_between_accumulated_batches(tmp_path, recipe, batches):
+    for batch in batches:
+        assert_undisturbed(tmp_path / str(batch), recipe, batch)
 
 
+EVERY_TWO = ("val_check_interval", 2)
+EVERY_THREE = (("val_check_interval", 3), ("check_val_every_n_epoch", None))
 SETTINGS = [  # an epoch ends after step 5
-    (4, (("val_check_interval", 2),)),
-    (6, (("val_check_interval", 2),)),
-    (5, (("val_check_interval", 3), ("check_val_every_n_epoch", None))),
-    (6, (("val_check_interval", 3), ("check_val_every_n_epoch", None))),
+    (4, (EVERY_TWO,)),
+    (6, (EVERY_TWO,)),
+    (5, EVERY_THREE),
+    (6, EVERY_THREE),
     (4, (("limit_train_batches", 3),)),
     (6, (("overfit_batches", 4),)),
     (5, (("limit_val_batches", 0),)),
@@ -98,16 +106,6 @@ def test_died_in_epochs_of_one_step(tmp_path, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [7, 8])
-def test_died_in_an_epoch_that_accumulates_more_than_the_first(tmp_path, step):
-    recipe = Recipe(("GradientAccumulationScheduler",))
-    assert_undisturbed(tmp_path, recipe, step)
-
-
-EVERY_TWO = ("val_check_interval", 2)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "step", "trainer"),
     [
@@ -121,8 +119,7 @@ EVERY_TWO = ("val_check_interval", 2)
     ],
 )
 def test_died_with_schedules_that_lightning_updates_after_saves(tmp_path, schedule, step, trainer):
-    recipe = Recipe((), schedule=schedule, trainer=trainer)
-    assert_undisturbed(tmp_path, recipe, step)
+    assert_undisturbed(tmp_path, Recipe((), schedule=schedule, trainer=trainer), step)
 
 
 @pytest.mark.slow

@@ -1,12 +1,10 @@
-"""The callbacks in LightningModules that have nothing to do with this project.
-
-Laws that need one callback alone are in tests/callbacks/; here they work together.
-"""
+"""The callbacks together in LightningModules that have nothing to do with this project."""
 
 import copy
 import importlib.util
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,26 +15,9 @@ from support.plain_module import assert_close, assert_same_bits, make_trainer, t
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lit_diffusion.callbacks import (
-    EMA,
-    FIDEvaluation,
-    NoiseLevelLoss,
-    SampleGrid,
-    StepSeed,
-)
+from lit_diffusion.callbacks import EMA, FIDEvaluation, NoiseLevelLoss, SampleGrid, StepSeed
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.processes import CosineBetas, DiscreteVP
-
-
-def all_callbacks(folder, every_n_steps=None):
-    split, cache = "val" if every_n_steps is None else "train", str(folder / "cache")
-    return [
-        StepSeed(seed=1),
-        SampleGrid(num=3, every_n_steps=every_n_steps),
-        NoiseLevelLoss(2, every_n_steps=every_n_steps),
-        FIDEvaluation(6, PixelProtocol([]), split, every_n_steps, cache_dir=cache),
-        EMA(decays=(0.9, 0.5)),
-    ]
 
 
 class BusyPictures(PicturesModule):
@@ -74,16 +55,11 @@ class AsDicts(Stripes):
         return {"cls": label, "jpg": image / 127.5 - 1}
 
 
-class FloatCodec(PixelCodec):
-    def encode(self, images):
-        return images
-
-
 @pytest.mark.parametrize("images", [None, "jpg", lambda batch: batch["jpg"]])
 def test_callbacks_find_the_images_of_batches_that_are_dictionaries(tmp_path, caplog, images):
     caplog.set_level("INFO")
     module, memory = DictPictures(), MemoryLogger()
-    module.codec = FloatCodec()
+    module.codec = SimpleNamespace(encode=lambda images: images)
     at = {"cache_dir": tmp_path, "weights": "raw"}
     callbacks = [
         SampleGrid(3, images=images),
@@ -125,7 +101,15 @@ def compiled():
 )
 def test_all_callbacks_work_together(tmp_path, make, validation):
     module, memory = make(), MemoryLogger()
-    callbacks = all_callbacks(tmp_path, None if validation else 2)
+    every_n_steps, cache = None if validation else 2, str(tmp_path / "cache")
+    split = "val" if validation else "train"
+    callbacks = [
+        StepSeed(seed=1),
+        SampleGrid(num=3, every_n_steps=every_n_steps),
+        NoiseLevelLoss(2, every_n_steps=every_n_steps),
+        FIDEvaluation(6, PixelProtocol([]), split, every_n_steps, cache_dir=cache),
+        EMA(decays=(0.9, 0.5)),
+    ]
     automatic = module.automatic_optimization
     options = {"max_epochs": 2, "accumulate_grad_batches": 2 if automatic else 1}
     trainer = make_trainer(tmp_path, *callbacks, logger=memory, **options)
@@ -162,9 +146,8 @@ def test_the_snippet_of_the_readme_runs(tmp_path, monkeypatch):
     trainer = project.main(folder=str(tmp_path / "run"), max_epochs=1)
     assert trainer.global_step == 12
     assert "val/fid_360" in trainer.callback_metrics
-    folder = tmp_path / "run/lightning_logs/version_0/samples"
-    files = {f.name for f in folder.iterdir()}
-    assert files == {"step-00000012-ema.png", "nearest-00000012-ema.png"}
+    grids = (tmp_path / "run/lightning_logs/version_0/samples").iterdir()
+    assert {grid.name for grid in grids} == {"step-00000012-ema.png", "nearest-00000012-ema.png"}
 
 
 def test_a_module_can_be_copied_and_pickled_after_fit(tmp_path):

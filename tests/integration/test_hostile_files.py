@@ -108,32 +108,31 @@ def test_the_healthy_run_passes_every_command(arena, tmp_path):
 # The guard itself
 
 
-@pytest.mark.parametrize(
-    "deed",
-    [
-        lambda: Path("../elsewhere").write_text("x"),
-        lambda: os.rename("mine", "../elsewhere"),
-        lambda: os.remove("../theirs"),
-        lambda: os.system("touch ../elsewhere"),
-        lambda: subprocess.run(["true"], check=False),
-        lambda: os.fork(),
-        lambda: __import__("socket").create_connection(("127.0.0.1", 9)),
-        lambda: __import__("pickle").loads(b"cos\nsystem\n(S'true'\ntR."),
-        lambda: __import__("stranger"),
-    ],
-)
-def test_the_guard_stops_and_remembers(deed, tmp_path, monkeypatch):
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
+DEEDS = [
+    lambda: Path("../elsewhere").write_text("x"),
+    lambda: os.rename("mine", "../elsewhere"),
+    lambda: os.remove("../theirs"),
+    lambda: os.system("touch ../elsewhere"),
+    lambda: os.fork(),
+    lambda: __import__("socket").create_connection(("127.0.0.1", 9)),
+    lambda: __import__("pickle").loads(b"cos\nsystem\n(S'true'\ntR."),
+    lambda: __import__("stranger"),
+]
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_the_guard_stops_and_remembers(deed, folder, monkeypatch):
+    Path("work").mkdir()
+    Path("theirs").write_text("x")
+    monkeypatch.chdir("work")
     Path("mine").write_text("x")
-    Path("../theirs").write_text("x")
     guard = Guard((Path.cwd(),), ("stranger",))
     with guarded(guard, 30, 2**31), pytest.raises(Stopped):
         deed()
     with guarded(guard, 30, 2**31):
         Path("other").write_text("what is allowed")
     assert len(guard.stopped) == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"work", "theirs"}
+    assert {path.name for path in folder.iterdir()} == {"work", "theirs"}
     assert Path("../theirs").read_text() == "x"
 
 
@@ -165,25 +164,16 @@ def assert_reads_without_code(path: Path) -> None:
 def test_every_file_that_a_run_leaves_is_read_without_running_code(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     config = healthy_config()
-    more = {
-        "SampleGrid": {"num": 4, "every_n_steps": 2},
-        "NoiseLevelLoss": {"num_levels": 2, "num_images": 4},
-        "StepSeed": {},
-        "SaveOnSignal": {},
-    }
     config["trainer"]["callbacks"] += [
-        spec(f"lit_diffusion.callbacks.{name}", **args) for name, args in more.items()
+        spec("lit_diffusion.callbacks.SampleGrid", num=4, every_n_steps=2),
+        spec("lit_diffusion.callbacks.NoiseLevelLoss", num_levels=2, num_images=4),
     ]
     write_config(config, Path("small.yaml"))
     adam = spec("torch.optim.Adam", lr=0.001)
     write_config({"model": {"init_args": {"optimizer": adam}}}, Path("arm.yaml"))
-    for command in (
-        "fit --config small.yaml",
-        RESUME,
-        f"sample --checkpoint {RUN} --num 4 --out samples",
-        f"evaluate --checkpoint {RUN} --num 8 --out evaluated",
-        "sweep small.yaml --arms arm.yaml --seeds 0 --out sweep",
-    ):
+    evaluate = f"{EVALUATE} --out evaluated"
+    sweep = "sweep small.yaml --arms arm.yaml --seeds 0 --out sweep"
+    for command in ("fit --config small.yaml", RESUME, SAMPLE, evaluate, sweep):
         assert main(command.split()) == 0, command
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in files:

@@ -33,42 +33,26 @@ class Pictures(pl.LightningModule):
         return (255 * self.shift.expand(len(seeds), 1, 6, 4)).clamp(0, 255).to(torch.uint8)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    ours = SaveOnSignal(), StepSeed(0), EMA((0.5,)), MomentumDecay(), SampleGrid(4)
-    theirs = (
-        ModelCheckpoint(folder, save_weights_only=True),
-        GradientAccumulationScheduler({0: 1, 1: 2}),
-    )
+def test_a_run_has_its_whole_schedule_and_its_pictures_and_saves_last(tmp_path):
+    decay = MomentumDecay()
+    ours = SaveOnSignal(), StepSeed(0), EMA((0.5,)), decay, SampleGrid(4)
+    theirs = ModelCheckpoint(tmp_path, save_weights_only=True)
     trainer = pl.Trainer(
-        default_root_dir=folder,
+        default_root_dir=tmp_path,
         max_epochs=2,
         accelerator="cpu",
-        logger=TensorBoardLogger(folder),
-        callbacks=[*ours, *theirs],
+        logger=TensorBoardLogger(tmp_path),
+        callbacks=[*ours, theirs, GradientAccumulationScheduler({0: 1, 1: 2})],
         log_every_n_steps=1,
         enable_progress_bar=False,
     )
     with pytest.warns(UserWarning, match="EMA will not be in its files"):
         trainer.fit(Pictures(), pictures(), pictures(6))
-    return trainer, folder
-
-
-def test_a_schedule_is_as_long_as_the_run(run):
-    trainer, _ = run
-    decay = next(c for c in trainer.callbacks if isinstance(c, MomentumDecay))
     assert decay.state_dict().items() >= {"total_steps": 6, "steps": [6]}.items()
     assert trainer.global_step == 6
-
-
-def test_pictures_reach_its_loggers(run):
-    events = EventAccumulator(str(next(run[1].rglob("events*"))))
+    events = EventAccumulator(str(next(tmp_path.rglob("events*"))))
     assert set(events.Reload().Tags()["images"]) == {"samples/step-ema", "samples/nearest-ema"}
-
-
-def test_what_is_saved_on_a_signal_has_all_that_others_do(run):
-    assert isinstance(run[0].callbacks[-1], SaveOnSignal)
+    assert isinstance(trainer.callbacks[-1], SaveOnSignal)
 
 
 @pytest.mark.parametrize("base", [ModelCheckpoint, callbacks.ModelCheckpoint])

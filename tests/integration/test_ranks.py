@@ -1,6 +1,5 @@
 """1, 2 and 3 gloo processes: they draw different numbers, agree, and count each image once."""
 
-import hashlib
 import os
 from itertools import combinations
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency, chisquare, norm
 from support.pixels import PixelProtocol
-from support.plain_module import make_trainer
+from support.plain_module import assert_same_bits, make_trainer, trainable
 from support.resuming import CALLBACKS, Recipe, assert_undisturbed
 from support.spawn import rank_and_size, spawn
 from support.tiny_diffusion import images, tiny_diffusion
@@ -23,30 +22,18 @@ from lit_diffusion.timesteps import Independent, Stratified
 
 STEPS, BATCH = 200, 8
 VALUES = 6  # of each sample's noise that are looked at
-DRAWS = {"stratified": Stratified, "independent": Independent}
-TOGETHER = list(CALLBACKS)
-INSTEAD = [
-    *(name for name in CALLBACKS if name != "TimestepCurriculum"),
-    "LossSecondMomentResampler",
-]
+INSTEAD = [name for name in CALLBACKS if name != "TimestepCurriculum"]
+INSTEAD += ["LossSecondMomentResampler"]
 
 
-def _options():
+def rank_options():
     size = rank_and_size()[1]
     return {"devices": size, "strategy": "ddp" if size > 1 else "auto"}
 
 
-def digest(tensors):
-    """Of all bits of {name: tensor}."""
-    summed = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        summed.update(name.encode() + value.detach().contiguous().numpy().tobytes())
-    return summed.hexdigest()
-
-
-def train(folder, draws):
+def train(folder, uniforms):
     """What training steps drew, and the weights and averages that they led to."""
-    module, ema, u, noises = tiny_diffusion(uniforms=DRAWS[draws]()), EMA((0.9,)), [], []
+    module, ema, u, noises = tiny_diffusion(uniforms=uniforms), EMA((0.9,)), [], []
     original = module.per_sample_loss
 
     def per_sample_loss(x0, labels, t, noise, step=None):
@@ -55,10 +42,9 @@ def train(folder, draws):
 
     module.per_sample_loss = per_sample_loss
     module.on_train_batch_end = lambda outputs, *_: u.append(outputs["u"].tolist())
-    trainer = make_trainer(folder, ema, max_steps=STEPS, max_epochs=-1, **_options())
+    trainer = make_trainer(folder, ema, max_steps=STEPS, max_epochs=-1, **rank_options())
     trainer.fit(module, images(48 * BATCH, BATCH))
-    ends = [digest(dict(module.named_parameters())), digest(ema.state_dict()["shadows"][0])]
-    return {"u": u, "noise": noises, "ends": ends}
+    return u, noises, [trainable(module), ema.state_dict()["shadows"][0]]
 
 
 class FewDigits(Digits):
@@ -77,7 +63,11 @@ class FewDigits(Digits):
 
 def score(folder, num, batch_size, extractor):
     """Validation loss and FID in float64, and which images and seeds were counted for them."""
-    module = tiny_diffusion(num_classes=10, network=_network(), label_dropout=0.0)
+    torch.manual_seed(1)
+    network = UNet(1, 1, 8, (1, 2), num_res_blocks=1, norm_groups=4, num_classes=10)
+    for parameter in network.parameters():  # networks begin with zeros in places
+        torch.nn.init.normal_(parameter, std=0.1)
+    module = tiny_diffusion(num_classes=10, network=network, label_dropout=0.0)
     counted, seeds = [], []
     validation_step, generate = module.validation_step, module.generate
 
@@ -93,21 +83,13 @@ def score(folder, num, batch_size, extractor):
     protocol = PixelProtocol([]) if extractor == "pixels" else extractor
     options = {"weights": "raw", "batch_size": 4, "cache_dir": cache, "auxiliary_metrics": False}
     fid = FIDEvaluation(num, protocol, **options)
-    trainer = make_trainer(folder, fid, precision="64-true", **_options())
+    trainer = make_trainer(folder, fid, precision="64-true", **rank_options())
     data = FewDigits(num, batch_size)
     module.validation_step = counting_step
     module.generate = counting_generate
     trainer.validate(module, data, verbose=False)
     loss = trainer.callback_metrics["val/loss"].item()
     return {"loss": loss, "counted": counted, "seeds": seeds}
-
-
-def _network():
-    torch.manual_seed(1)
-    network = UNet(1, 1, 8, (1, 2), num_res_blocks=1, norm_groups=4, num_classes=10)
-    for parameter in network.parameters():  # networks begin with zeros in places
-        torch.nn.init.normal_(parameter, std=0.1)
-    return network
 
 
 def resume(folder, names, step):
@@ -121,48 +103,34 @@ def resume(folder, names, step):
     # An epoch has five batches of the ranks, as of the one elsewhere.
     recipe = Recipe(tuple(names), trainer=trainer, batch_size=-(-56 // size))
     assert_undisturbed(folder, recipe, step)
-    saved = torch.load(folder / "whole" / "end.ckpt", weights_only=True)
-    return digest(saved["state_dict"])
+    return torch.load(folder / "whole" / "end.ckpt", weights_only=True)["state_dict"]
 
 
-BINS = 20
 RARE = 1e-3  # draws are functions of fixed seeds: what passes once passes always
 
 
-def uniformity(u):
-    """p of so uneven a spread of all ranks' draws together; u (ranks, draws) in [0, 1)."""
-    counts = np.histogram(u, bins=BINS, range=(0, 1))[0]
-    return chisquare(counts).pvalue
-
-
-def independence(one, other, bins=6):
-    """p of so close a relation of two ranks' draws of the same place in the same step."""
-    table = np.histogram2d(one, other, bins=bins, range=((0, 1), (0, 1)))[0]
-    return chi2_contingency(table).pvalue
-
-
-def assert_draws_are_independent(u):
-    assert uniformity(u) > RARE
+def assert_uniform_and_independent(u, bins=6):
+    """By p of so uneven a spread of all draws (ranks, draws), and of a relation of two ranks'."""
+    assert chisquare(np.histogram(u, bins=20, range=(0, 1))[0]).pvalue > RARE
     for one, other in combinations(u, 2):
-        assert independence(one, other) > RARE
-    assert len(np.unique(u)) == u.size  # nor in other steps or places
+        table = np.histogram2d(one, other, bins=bins, range=((0, 1), (0, 1)))[0]
+        assert chi2_contingency(table).pvalue > RARE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "draws"), [(2, "independent"), (3, "stratified")])
-def test_ranks_draw_independent_times_and_noise_and_end_alike(tmp_path, ranks, draws):
-    results = spawn(train, ranks, tmp_path, draws)
-    u = np.array([rank["u"] for rank in results]).reshape(ranks, -1)
-    noise = np.array([rank["noise"] for rank in results]).reshape(ranks, -1)
+@pytest.mark.parametrize(("ranks", "uniforms"), [(2, Independent()), (3, Stratified())], ids=repr)
+def test_ranks_draw_independent_times_and_noise_and_end_alike(tmp_path, ranks, uniforms):
+    *draws, ends = zip(*spawn(train, ranks, tmp_path, uniforms), strict=True)
+    u, noise = (np.array(values).reshape(ranks, -1) for values in draws)
     assert u.shape[1] == STEPS * BATCH
     assert noise.shape[1] == STEPS * BATCH * VALUES
-    assert_draws_are_independent(u)
-    assert uniformity(norm.cdf(noise)) > RARE
-    for one, other in combinations(norm.cdf(noise), 2):
-        assert independence(one, other) > RARE
+    assert_uniform_and_independent(u)
+    assert len(np.unique(u)) == u.size  # nor the same in other steps or places
+    assert_uniform_and_independent(norm.cdf(noise))
     steps = noise.reshape(ranks * STEPS, -1)
     assert len(np.unique(steps, axis=0)) == len(steps)
-    assert all(rank["ends"] == results[0]["ends"] for rank in results)
+    for end in ends[1:]:
+        assert_same_bits(end, ends[0])
 
 
 @pytest.mark.slow
@@ -198,8 +166,9 @@ def test_scores_do_not_depend_on_the_number_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("callbacks", "step"), [(TOGETHER, 3), (INSTEAD, 8)], ids=["curriculum-3", "resampler-8"]
+    ("callbacks", "step"), [(CALLBACKS, 3), (INSTEAD, 8)], ids=["curriculum-3", "resampler-8"]
 )
 def test_all_callbacks_together_resume_on_three_ranks(tmp_path, callbacks, step):
-    results = spawn(resume, 3, tmp_path, callbacks, step)
-    assert len(set(results)) == 1
+    first, *others = spawn(resume, 3, tmp_path, list(callbacks), step)
+    for other in others:
+        assert_same_bits(other, first)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
-from support.plain_module import assert_same_bits, by_profile, loader, make_trainer
+from support.plain_module import assert_same_bits, loader, make_trainer
 from support.spawn import rank_and_size, spawn
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -202,19 +202,11 @@ def assert_same_end(folder, other):
         assert_same_bits(read_end(folder)[key], read_end(other)[key])
 
 
-def assert_similar_end(folder, other):
-    """Up to float32's rounding of the mean of three gradients."""
-    for key in ("state_dict", "callbacks"):
-        torch.testing.assert_close(
-            read_end(folder)[key], read_end(other)[key], rtol=1e-4, atol=1e-6
-        )
-
-
 @pytest.mark.slow
 def test_a_fit_with_split_weights_ends_as_the_one_with_whole_weights(tmp_path):
     split, whole = on_ranks(tmp_path / "2", 2), on_one(tmp_path / "1", 2)
     assert_same_end(split, whole)
-    for weights in ("raw", "ema", "ema_0.5"):
+    for weights in ("raw", "ema_0.5"):
         weights_split, expected = (
             load(folder / "end.ckpt", weights, module=Split()) for folder in (split, whole)
         )
@@ -230,17 +222,9 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path):
     assert_same_end(on_two, undisturbed)
     assert_same_end(on_one(tmp_path / "2 to 1", 2, two / "end.ckpt"), undisturbed)
     on_three = on_ranks(tmp_path / "parts to 3", 2, parts / "end.ckpt", ranks=3)
-    assert_similar_end(on_three, undisturbed)
-
-
-class Recorded(Split):
-    """Records its whole weights after each step."""
-
-    def on_train_start(self):
-        self.path = []
-
-    def on_train_batch_end(self, *args):
-        self.path.append(trained(self.trainer))
+    for key in ("state_dict", "callbacks"):  # the mean of three gradients is rounded
+        end, expected = read_end(on_three)[key], read_end(undisturbed)[key]
+        torch.testing.assert_close(end, expected, rtol=1e-4, atol=1e-6)
 
 
 def fit_power_ema(folder, epochs, ckpt_path=None, **options):
@@ -249,12 +233,12 @@ def fit_power_ema(folder, epochs, ckpt_path=None, **options):
     plugins = [AtomicCheckpointIO()]
     options |= {"max_epochs": epochs, "use_distributed_sampler": False}
     trainer = make_trainer(folder, ema, plugins=plugins, **options)
-    trainer.fit(Recorded(), loader(), ckpt_path=ckpt_path)
+    trainer.fit(Split(), loader(), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt", weights_only=False)
     return trainer
 
 
-def fit_split_power_ema(folder, epochs, ckpt_path):
+def fit_split_power_ema(folder, epochs, ckpt_path=None):
     """The step at the end; the averages of a rank are split as its weights are."""
     trainer = fit_power_ema(folder, epochs, ckpt_path, **strategy(rank_and_size()[1]))
     shadows = trainer.callbacks[0]._shadows
@@ -262,32 +246,23 @@ def fit_split_power_ema(folder, epochs, ckpt_path):
     return trainer.global_step
 
 
-def power_on_ranks(folder, epochs, ckpt_path=None):
-    folder.mkdir(exist_ok=True)
-    assert spawn(fit_split_power_ema, 2, folder, epochs, ckpt_path) == [4 * epochs] * 2
-    return folder
-
-
 @pytest.mark.slow
 def test_averages_of_any_width_are_those_of_whole_weights(tmp_path):
-    split, whole = power_on_ranks(tmp_path / "2", 8), tmp_path / "1"
-    trainer = fit_power_ema(whole, 8)
-    power_on_ranks(tmp_path / "parts", 4)
-    parts = power_on_ranks(tmp_path / "parts", 8, tmp_path / "parts" / "checkpoints" / "last.ckpt")
-    files = sorted((whole / "ema-snapshots").iterdir())
+    """Also where the fit is resumed in between."""
+    split, whole = tmp_path / "2", tmp_path / "1"
+    assert spawn(fit_split_power_ema, 2, split, 4) == [16] * 2
+    last = split / "checkpoints" / "last.ckpt"
+    assert spawn(fit_split_power_ema, 2, split, 8, last) == [32] * 2
+    fit_power_ema(whole, 8)
+    files, others = (sorted((folder / "ema-snapshots").iterdir()) for folder in (whole, split))
     assert len(files) == 8
-    for folder in (split, parts):
-        others = sorted((folder / "ema-snapshots").iterdir())
-        assert [f.name for f in files] == [f.name for f in others]
-        assert [f.read_bytes() for f in files] == [f.read_bytes() for f in others]
-        for width in (0.05, 0.07, 0.15):
-            weights_split, expected = (
-                load(run, f"power_{width}", module=Split()).state_dict() for run in (folder, whole)
-            )
-            assert_same_bits(weights_split, expected)
-    direct = by_profile(trainer.lightning_module.path, 0.15)
-    for name, value in direct.items():
-        torch.testing.assert_close(weights_split[name].double(), value, rtol=0, atol=2e-3)
+    assert [f.name for f in files] == [f.name for f in others]
+    assert [f.read_bytes() for f in files] == [f.read_bytes() for f in others]
+    for width in (0.05, 0.15):
+        weights_split, expected = (
+            load(run, f"power_{width}", module=Split()).state_dict() for run in (split, whole)
+        )
+        assert_same_bits(weights_split, expected)
 
 
 # Without a Trainer

@@ -1,7 +1,7 @@
 """The first losses of the digits network, so that a change of numbers does not go unseen.
 
-Where a change is meant, run `python tests/integration/test_short_loss.py` and write a line that
-begins with "Numerics:" into CHANGELOG.md.
+Where a change is meant, run `PYTHONPATH=tests python tests/integration/test_short_loss.py` and
+write a line that begins with "Numerics:" into CHANGELOG.md.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from support.plain_module import make_trainer
 
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.losses import DenoisingLoss, MinSNR
@@ -40,24 +40,9 @@ def losses(steps: int = 20) -> list[float]:
         lr_scheduler=lambda optimizer: WarmupLinear(optimizer, 20, 5),
     )
     values = []
-    step = module.training_step
-
-    def recorded(batch, batch_idx):
-        out = step(batch, batch_idx)
-        values.append(out["loss"].item())
-        return out
-
-    module.training_step = recorded
-    trainer = Trainer(
-        max_steps=steps,
-        accelerator="cpu",
-        gradient_clip_val=1.0,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    module.on_train_batch_end = lambda out, *_: values.append(out["loss"].item())
+    options = {"max_epochs": -1, "gradient_clip_val": 1.0, "limit_val_batches": 0}
+    trainer = make_trainer(None, max_steps=steps, **options)
     trainer.fit(module, Digits(batch_size=32, seed=0))
     return values
 
