@@ -15,21 +15,9 @@ SOURCES = [*(ROOT / "lit_diffusion").rglob("*.py"), *(ROOT / "callbacks").rglob(
 OURS = "lit_diffusion"
 
 MATHS = {
-    "codecs",
-    "conditioning",
-    "ema_profiles",
-    "gaussian",
-    "grids",
-    "guidance",
-    "likelihood",
-    "losses",
-    "lr_schedules",
-    "parameterizations",
-    "processes",
-    "protocols",
-    "seeding",
-    "solvers",
-    "timesteps",
+    *("codecs", "conditioning", "ema_profiles", "gaussian", "grids", "guidance", "likelihood"),
+    *("losses", "lr_schedules", "parameterizations", "processes", "protocols", "seeding"),
+    *("solvers", "timesteps"),
 }
 TOOLS = {"distributed", "files", "signals"}
 TRAINER = "callbacks.trainer_state"
@@ -41,12 +29,8 @@ LIBRARY = MATHS | TOOLS | {"callbacks", "checkpoints", "config", "data", "interc
 LIBRARY |= {"modules", "networks"}
 
 PORTABLE = (
-    "callbacks.curriculum",
-    "callbacks.ema",
-    "callbacks.finite_updates",
-    "callbacks.loss_resampler",
-    "callbacks.momentum_decay",
-    "callbacks.step_seed",
+    *("callbacks.curriculum", "callbacks.ema", "callbacks.finite_updates"),
+    *("callbacks.loss_resampler", "callbacks.momentum_decay", "callbacks.step_seed"),
 )
 """Files of callbacks/ that can be copied, with trainer_state.py, into another package."""
 
@@ -95,13 +79,8 @@ KNOWN_PRIVATE = {
     *("_C", "_are_functorch_transforms_active"),  # torch says it nowhere else; fused_norm.py
     "_negative_number_matcher",  # of argparse, which has no other way; cli/options.py
 }
-PRIVATE_ALLOWED = {
-    TRAINER,
-    "cli.exact_resume",
-    "cli.fitting",
-    "config.class_change",
-    "config.trust",
-}
+PRIVATE_ALLOWED = {TRAINER, "cli.exact_resume", "cli.fitting"}
+PRIVATE_ALLOWED |= {"config.class_change", "config.trust"}
 """Files that may use private names of Lightning and jsonargparse; a test names each."""
 
 
@@ -114,10 +93,8 @@ def name_of(file: Path) -> str:
 
 def rule_of(name: str) -> str | None:
     """The most particular rule of a file; None without."""
-    fitting = [
-        rule for rule in MAY_IMPORT if name == rule or (rule and name.startswith(f"{rule}."))
-    ]
-    return max(fitting, key=len, default=None)
+    rules = [r for r in MAY_IMPORT if name == r or (r and name.startswith(f"{r}."))]
+    return max(rules, key=len, default=None)
 
 
 @cache
@@ -148,9 +125,7 @@ def imports_among(nodes: Iterable[ast.AST], file: Path) -> set[str]:
 def is_allowed(imported: str, ours: set[str], others: set[str]) -> bool:
     top, _, rest = imported.partition(".")
     if top == OURS:
-        return rest == "__version__" or any(
-            rest == name or rest.startswith(f"{name}.") for name in ours
-        )
+        return any(f"{rest}.".startswith(f"{name}.") for name in ours | {"__version__"})
     return top in others | {"torch"} or top in sys.stdlib_module_names
 
 
@@ -162,17 +137,22 @@ def test_files_import_only_what_their_place_allows():
         assert {i for i in imports if not is_allowed(i, *MAY_IMPORT[rule])} == set(), file
 
 
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
 def test_what_the_lab_alone_needs_is_its_extra_and_imported_nowhere_else_at_import_time():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-
-    def packages(text):
-        return {re.split("[^a-z-]", line)[0] for line in text.split()}
-
-    extras = {name: packages(text) for name, text in setup["options.extras_require"].items()}
-    assert extras["lab"] == {"markdown-it-py", "matplotlib", "scipy"}
-    assert extras["lab"] <= extras["test"] & extras["dev"]
-    assert not extras["lab"] & packages(setup["options"]["install_requires"])
+    setup = setup_cfg()
+    lists = [
+        *setup["options.extras_require"].items(),
+        ("core", setup["options"]["install_requires"]),
+    ]
+    packages = {name: set(re.findall("^[a-z-]+", text, re.MULTILINE)) for name, text in lists}
+    assert packages["lab"] == {"markdown-it-py", "matplotlib", "scipy"}
+    assert packages["lab"] <= packages["test"] & packages["dev"]
+    assert not packages["lab"] & packages["core"]
     for file in SOURCES:
         if not name_of(file).startswith("lab."):
             imports = imports_among(parsed(file).body, file)
@@ -232,23 +212,17 @@ def reads_a_file(node: ast.AST) -> bool:
 
 
 def test_private_names_of_others_are_used_in_their_file_alone():
-    lines = []
-    for file in SOURCES:
-        if name_of(file) not in PRIVATE_ALLOWED:
-            lines += [f"{file.relative_to(ROOT)}:{line}" for line in foreign_private(file)]
-    assert lines == []
+    files = [file for file in SOURCES if name_of(file) not in PRIVATE_ALLOWED]
+    assert {str(file): names for file in files if (names := foreign_private(file))} == {}
 
 
 def test_callbacks_ask_for_classes_of_lightnings_by_isinstance_lightning():
     """`isinstance` would miss those of pytorch_lightning."""
     for file in (ROOT / "callbacks").rglob("*.py"):
-        nodes = nodes_of(file)
-        imports = [n for n in nodes if isinstance(n, ast.ImportFrom)]
+        imports = [n for n in nodes_of(file) if isinstance(n, ast.ImportFrom)]
         lightnings = {a.name for n in imports if n.module.startswith("lightning") for a in n.names}
-        calls = [n for n in nodes if isinstance(n, ast.Call) and len(n.args) == 2]
-        asked = [
-            n.args[1] for n in calls if getattr(n.func, "id", "") in ("isinstance", "issubclass")
-        ]
+        calls = [n for n in nodes_of(file) if isinstance(n, ast.Call) and len(n.args) == 2]
+        asked = [n.args[1] for n in calls if ast.unparse(n.func) in ("isinstance", "issubclass")]
         names = {n.id for kinds in asked for n in ast.walk(kinds) if isinstance(n, ast.Name)}
         assert names & lightnings == set(), file
 
@@ -276,25 +250,17 @@ def is_private(name: str, known: set[str]) -> bool:
 
 
 def test_no_two_public_classes_have_one_name():
-    names = Counter(
-        node.name
-        for file in SOURCES
-        for node in parsed(file).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
+    classes = [n for file in SOURCES for n in parsed(file).body if isinstance(n, ast.ClassDef)]
+    names = Counter(node.name for node in classes if not node.name.startswith("_"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_package_is_installed():
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    listed = set(setup["options"]["packages"].split())
-    folders = {f.parent.relative_to(ROOT) for f in SOURCES}
-    expected = {
-        ".".join([OURS, *folder.parts] if folder.parts[0] == "callbacks" else folder.parts)
-        for folder in folders
+    listed = set(setup_cfg()["options"]["packages"].split())
+    folders = {file.parent.relative_to(ROOT).parts for file in SOURCES}
+    assert listed == {
+        ".".join(folder).replace("callbacks", f"{OURS}.callbacks") for folder in folders
     }
-    assert listed == expected
 
 
 def test_importing_the_package_or_its_command_line_imports_no_heavy_library():

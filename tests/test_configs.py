@@ -22,10 +22,6 @@ from lit_diffusion.config.trust import short_names
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.modules.diffusion import DiffusionModule
-from lit_diffusion.networks.dit import DiT
-from lit_diffusion.networks.jit import JiT
-from lit_diffusion.networks.unet import UNet
-from lit_diffusion.networks.uvit import UViT
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FOLDERS = {
@@ -68,8 +64,8 @@ PARAMETERS = {
 GANS = ["digits-dcgan", "digits-biggan", "mnist-dcgan", "mnist-biggan"]
 GANS += ["cifar10-dcgan", "cifar10-biggan"]
 GANS += ["imagenet128-dcgan", "imagenet128-biggan"]
-LATENTS = {"imagenet256-latents": (DiT, 256), "imagenet512-latents": (UViT, 512)}
-"""Config -> its network, and the side of its images."""
+LATENTS = {"imagenet256-latents": 256, "imagenet512-latents": 512}
+"""Config -> the side of its images."""
 SMALL = [
     "--trainer.fast_dev_run=2",
     "--trainer.accelerator=cpu",
@@ -78,6 +74,9 @@ SMALL = [
 ]
 NARROW = "--model.init_args.network.init_args.model_channels=32"
 EMPTY = "--trainer.callbacks=[]"
+FEW = ["--data.init_args.num_val=4", "--trainer.callbacks.SampleGrid.num=4"]
+WITHOUT_FILES = {"digits": [], "digits-classifier": [], "digits-described": [], "fast": []}
+WITHOUT_FILES |= {"patches-small": [], "patches": [NARROW, *FEW]}
 
 
 def fit(name, *options):
@@ -106,14 +105,8 @@ def callback(path):
 
 def test_every_config_is_started_by_a_test():
     assert {f.stem for f in CONFIGS.glob("*.yaml")} == {
-        "digits",
-        "digits-classifier",
-        "digits-described",
-        "patches",
-        "folder",
-        "folder-small",
-        "fast",
-        "cifar10-uvit",
+        *("folder", "folder-small", "cifar10-uvit"),
+        *WITHOUT_FILES,
         *GANS,
         *LATENTS,
         *chain(*FOLDERS.values()),
@@ -141,11 +134,9 @@ def test_gans_start(offline, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["digits", "digits-classifier", "digits-described", "fast", "patches-small"]
-)
+@pytest.mark.parametrize("name", WITHOUT_FILES)
 def test_what_needs_no_files_starts(folder, name):
-    assert fit(f"{name}.yaml") == 0
+    assert fit(f"{name}.yaml", *WITHOUT_FILES[name]) == 0
 
 
 def test_described_digits_are_the_digits_in_all_else():
@@ -154,12 +145,6 @@ def test_described_digits_are_the_digits_in_all_else():
     expected = {"data", "model.conditioning", "model.num_classes", "model.network.num_classes"}
     expected |= {"model.network.condition", "model.network.condition.num_words"}
     assert {name for name in changed if not name.startswith("trainer.callbacks")} == expected
-
-
-@pytest.mark.slow
-def test_patches_start(folder):
-    few = ["--data.init_args.num_val=4", "--trainer.callbacks.SampleGrid.num=4"]
-    assert fit("patches.yaml", NARROW, *few) == 0
 
 
 @pytest.mark.slow
@@ -187,11 +172,9 @@ def test_a_small_folder_runs_as_its_comments_say(folder):
     fit = f"{fit.removeprefix('lit-diffusion ')} {few} --trainer.max_steps="
     assert call(f"{fit}2") == 0
     assert call(f"{fit}3 --ckpt_path=last") == 0
-    arguments = yaml.safe_load(Path("runs/folder-small/config.yaml").read_text())["model"][
-        "init_args"
-    ]
-    assert arguments["image_shape"] == [3, 32, 32]
-    assert arguments["num_classes"] == arguments["network"]["init_args"]["num_classes"] == 3
+    saved = dict(flat(settings(Path("runs/folder-small/config.yaml").absolute())))
+    assert saved["model.image_shape"] == [3, 32, 32]
+    assert saved["model.num_classes"] == saved["model.network.num_classes"] == 3
     assert call(sample.removeprefix("lit-diffusion ").replace("64", "4")) == 0
     assert len(list(Path("folder-samples").glob("0*.png"))) == 4
 
@@ -226,7 +209,7 @@ def test_mnist_starts_as_its_comments_say(folder, arm):
 def test_latents_start(offline, tmp_path, name):
     """A narrow network on latents of four images, with a VAE of their shape."""
     pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
-    side, data = LATENTS[name][1], tmp_path / "data"
+    side, data = LATENTS[name], tmp_path / "data"
     small_vae.save(data / "sd-vae", channels=(8, 8, 8, 8))
     for split in ("train", "val"):
         small_vae.write_latents(data / f"{name}" / split, data / "sd-vae", side)
@@ -267,28 +250,31 @@ def test_settings_of_a_gpu_go_with_every_config_that_needs_one(capsys, name):
 # What the reproductions and the arms promise
 
 
+def network_of(name):
+    with torch.device("meta"):
+        return build(settings(f"{name}.yaml")["model"]["init_args"]["network"])
+
+
+def count(tensors):
+    return sum(tensor.numel() for tensor in tensors)
+
+
 @pytest.mark.parametrize("name", [*PARAMETERS, "cifar10-uvit", *LATENTS])
 def test_networks_have_the_number_of_parameters_that_is_stated(name):
-    spec = settings(f"{name}.yaml")["model"]["init_args"]["network"]
-    kinds = {f"{kind.__module__}.{kind.__name__}": kind for kind in (UNet, DiT, UViT)}
-    with torch.device("meta"):
-        network = kinds[spec["class_path"]](**spec["init_args"])
-    count = sum(parameter.numel() for parameter in network.parameters())
+    network = network_of(name)
     # Papers also count a position embedding that is not trained.
-    count += sum(b.numel() for name, b in network.named_buffers() if name == "pos_embed")
-    assert count == PARAMETERS.get(name, count)
-    assert f"{count:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
+    embeddings = [b for buffer, b in network.named_buffers() if buffer == "pos_embed"]
+    number = count([*network.parameters(), *embeddings])
+    assert number == PARAMETERS.get(name, number)
+    assert f"{number:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("uvit", UViT), ("dit", DiT), ("jit", JiT)])
-def test_transformers_of_the_digits_have_the_number_of_parameters_that_is_stated(name, kind):
-    arm = settings(f"arms/digits/{name}.yaml")["model"]["init_args"]["network"]
-    assert arm["class_path"] == f"{kind.__module__}.{kind.__name__}"
-    base = settings("digits-ablation.yaml")["model"]["init_args"]["network"]["init_args"]
-    networks = kind(**arm["init_args"]), UNet(**base)
-    ours, unets = (sum(p.numel() for p in network.parameters()) for network in networks)
-    stated = f"{ours:,} parameters for {unets:,}."
-    assert stated in (CONFIGS / f"arms/digits/{name}.yaml").read_text()
+@pytest.mark.parametrize("name", ["uvit", "dit", "jit"])
+def test_transformers_of_the_digits_have_the_number_of_parameters_that_is_stated(name):
+    networks = network_of(f"arms/digits/{name}"), network_of("digits-ablation")
+    ours, unets = (count(network.parameters()) for network in networks)
+    text = (CONFIGS / f"arms/digits/{name}.yaml").read_text()
+    assert f"{ours:,} parameters for {unets:,}." in text
 
 
 def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():
@@ -347,34 +333,22 @@ def test_methods_start(folder, method):
 
 
 def test_the_fast_recipe_is_the_baseline_with_its_arm(capsys):
-    baseline_with_arm = parsed(capsys, "digits-ablation.yaml", "arms/digits/fast.yaml")
-    assert parsed(capsys, "fast.yaml") == baseline_with_arm
+    both = "digits-ablation.yaml", "arms/digits/fast.yaml"
+    assert parsed(capsys, "fast.yaml") == parsed(capsys, *both)
 
 
-def test_the_fast_recipe_is_the_same_on_data_it_was_not_tuned_on():
+def test_the_fast_recipe_and_its_baseline_are_the_same_on_data_they_were_not_tuned_on():
+    """But for data, network, and where the sampler starts."""
     assert settings("arms/patches-small/fast.yaml") == settings("arms/digits/fast.yaml")
-
-
-def test_the_baseline_is_the_same_there_but_for_data_network_and_the_noisiest_samples():
+    names = [f"model.{n}" for n in ("optimizer", "lr", "loss", "p", "times", "uniforms", "solver")]
+    names += [f"trainer.{name}" for name in ("callbacks.EMA", "max_steps", "val_check_interval")]
     digits, patches = (
-        dict(flat(settings(f"{name}.yaml"))) for name in ("digits-ablation", "patches-small")
+        {k: v for k, v in flat(settings(f"{name}.yaml")) if k.startswith(tuple(names))}
+        for name in ("digits-ablation", "patches-small")
     )
-    tuned = (
-        "model.optimizer",
-        "model.lr",
-        "model.loss",
-        "model.p",
-        "model.times",
-        "model.uniforms",
-    )
-    tuned += ("trainer.callbacks.EMA", "trainer.max_steps", "trainer.val_check_interval")
-    names = [name for name in digits if name.startswith(tuned)]
-    assert {"model.optimizer", "model.loss", "trainer.max_steps"} <= {*names}
-    solver = {name: v for name, v in patches.items() if name.startswith("model.solver")}
-    assert solver.pop("model.solver.times.noisiest") == -4.0
-    assert solver.pop("model.solver.times") == "lit_diffusion.grids.LogSNR"
-    assert solver == {name: v for name, v in digits.items() if name.startswith("model.solver")}
-    assert {name: patches[name] for name in names} == {name: digits[name] for name in names}
+    grid = "model.solver.times"
+    assert patches == digits | {grid: "lit_diffusion.grids.LogSNR", f"{grid}.noisiest": -4.0}
+    assert {"model.optimizer.lr", "model.loss.weighting", "trainer.max_steps"} <= digits.keys()
 
 
 @pytest.mark.parametrize("folder", METHODS)
@@ -441,16 +415,17 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr(InceptionV3Compat, "check", lambda self: None)
 
 
-def start(experiment, *arms, width=None):
-    """Exit code of one step of training and validation; `width` is that of the network."""
+def start(experiment, *arms):
+    """Exit code of a step of training and validation, at a quarter of a wide network's width."""
+    width = dict(flat(settings(f"{experiment}.yaml")))["model.network.model_channels"]
+    width = width // 4 if width > 32 else width
     one = ["--trainer.devices=1", "--trainer.strategy=auto"]
     return fit(f"{experiment}.yaml", *short(experiment, *arms, width=width), *one)
 
 
 def short(experiment, *arms, width):
     options = [f"--config={arm}" for arm in arms]
-    if width is not None:
-        options.append(f"--model.init_args.network.init_args.model_channels={width}")
+    options += [f"--model.init_args.network.init_args.model_channels={width}"]
     if "imagenet" in experiment:
         keys = ("model.init_args", "model.init_args.network.init_args")
         options += [f"--{key}.num_classes=2" for key in keys]
@@ -458,19 +433,12 @@ def short(experiment, *arms, width):
     return [*options, "--data.init_args.batch_size=1", "--trainer.fast_dev_run=1"]
 
 
-def quarter(experiment):
-    network = settings(f"{experiment}.yaml")["model"]["init_args"]["network"]["init_args"]
-    is_small = experiment in ("digits-ablation", "patches-small")
-    return None if is_small else network["model_channels"] // 4
-
-
 @pytest.mark.quick("digits-ablation")
 @pytest.mark.parametrize("experiment", ["digits-ablation", *REPRODUCTIONS])
 def test_experiments_start_with_the_methods_of_the_paper(offline, experiment):
-    """At a quarter of the width, which is the digits' own."""
     folder = next(folder for folder, experiments in FOLDERS.items() if experiment in experiments)
     both = (CONFIGS / "arms" / "mdlrc.yaml", CONFIGS / "arms" / folder / "clts.yaml")
-    assert start(experiment, *both, width=quarter(experiment)) == 0
+    assert start(experiment, *both) == 0
 
 
 @pytest.mark.slow
@@ -481,33 +449,21 @@ def test_the_uvit_of_cifar10_starts_narrow(offline):
     assert fit("cifar10-uvit.yaml", *options, "--trainer.fast_dev_run=1") == 0
 
 
-OF_EACH_KIND = arms_of_each_kind()
+OF_EACH_KIND, RARE = arms_of_each_kind(), pytest.mark.rare
 
 
 @pytest.mark.parametrize(
     ("experiment", "arm"),
-    [
-        pytest.param(
-            *pair,
-            marks=pytest.mark.slow if pair in OF_EACH_KIND else pytest.mark.rare,
-            id=f"{pair[0]}-{pair[1].stem}",
-        )
-        for pair in PAIRS
-    ],
+    [pytest.param(*p, marks=pytest.mark.slow if p in OF_EACH_KIND else RARE) for p in PAIRS],
+    ids=lambda value: Path(value).stem,
 )
 def test_every_arm_starts_on_its_experiments(offline, caplog, experiment, arm):
-    """In the slow tests one arm of each kind; the rare ones differ from those in numbers.
+    """The slow ones are an arm of each kind; the rare ones differ from those in numbers.
 
     An arm that names another class repeats the arguments of the experiment's that should stay.
     """
-    assert start(experiment, arm, width=quarter(experiment)) == 0
+    assert start(experiment, arm) == 0
     assert not [message for message in caplog.messages if " replaces " in message]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experiment", REPRODUCTIONS)
-def test_reproductions_start_at_their_full_width(offline, experiment):
-    assert start(experiment) == 0
 
 
 def fit_without_inception(*options):

@@ -13,17 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from support.plain_module import make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
+from support.toy import gaussian_denoiser
 from torch.testing import assert_close
 
 from lit_diffusion.callbacks.evaluation import averaged_weights
 from lit_diffusion.cli.main import COMMANDS, main
-from lit_diffusion.data.digits import Digits
-from lit_diffusion.losses import DenoisingLoss, Simple
-from lit_diffusion.modules.diffusion import DiffusionModule
-from lit_diffusion.parameterizations import Velocity
-from lit_diffusion.protocols import Denoised
-from lit_diffusion.timesteps import Uniform
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -81,18 +77,16 @@ def adapters_train(names) -> None:
         torch.manual_seed(0)
         module = tiny_diffusion(network=names[name](**sizes, **config))
         before = {n: p.clone() for n, p in module.network.named_parameters()}
-        trainer = Trainer(max_steps=3, logger=False, accelerator="cpu", enable_checkpointing=False)
-        trainer.fit(module, images(8, 4))
-        unmoved = [n for n, p in module.network.named_parameters() if torch.equal(p, before[n])]
-        assert unmoved == []
+        make_trainer(".", max_steps=3, max_epochs=-1).fit(module, images(8, 4))
+        parameters = module.network.named_parameters()
+        assert [n for n, p in parameters if torch.equal(p, before[n])] == []
         zero, one, none = module.generate([5, 5, 5], torch.tensor([0, 1, -1]))
         assert zero.shape == (1, 8, 8)
         assert not any(torch.equal(a, b) for a, b in ((zero, one), (zero, none), (one, none)))
 
 
 def test_every_fenced_block_is_one_that_is_run():
-    starts = (re.findall(r"```(\w+)\n", text) for text in PAGES.values())
-    assert {language for languages in starts for language in languages} == {"bash", "python"}
+    assert set(re.findall(r"```(\w+)\n", "".join(PAGES.values()))) == {"bash", "python"}
 
 
 def test_ci_runs_the_command_that_the_readme_names_for_tests():
@@ -107,9 +101,8 @@ def test_the_foreign_project_shown_is_the_one_that_is_tested():
 
 @pytest.mark.parametrize("key", sorted(PYTHON.keys() - TRAINED))
 def test_python_runs_as_shown(key, monkeypatch, tmp_path):
-    for library in ("diffusers", "transformers"):
-        if f"from {library}" in PYTHON[key]:
-            pytest.importorskip(library, reason="pip install -e '.[diffusers]'")
+    for library in re.findall("from (diffusers|transformers)", PYTHON[key]):
+        pytest.importorskip(library, reason="pip install -e '.[diffusers]'")
     code = PYTHON[key].replace("max_steps=2000", "max_steps=2").replace("500_000", "5")
     code = code.replace("DPMSolverPP(steps=20)", "DPMSolverPP(steps=2)")
     names = run(code, monkeypatch, tmp_path)
@@ -158,7 +151,7 @@ SHORT = {
 
 
 def run_commands(page: str) -> None:
-    """Run the commands of a page in the current folder, each in few steps."""
+    """Run the commands of a page in the current folder, in few steps."""
     commands = [
         code for key, code in blocks("bash", {page: PAGES[page]}).items() if key not in ELSEWHERE
     ]
@@ -207,10 +200,10 @@ def test_commands_run_as_shown(page, monkeypatch, folder):
 @pytest.mark.slow
 def test_the_quick_start_gives_digits(monkeypatch, tmp_path):
     """In a quarter of its steps."""
-    names = run(QUICK_START.replace("max_steps=2000", "max_steps=500"), monkeypatch, tmp_path)
-    digits = names["Digits"]()
-    batches = [(images, labels) for images, labels, *_ in digits.in_order("train")]
-    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    names = run(QUICK_START.replace("max_steps=2000", "max_steps=300"), monkeypatch, tmp_path)
+    images, labels = map(
+        torch.cat, list(zip(*names["Digits"]().in_order("train"), strict=True))[:2]
+    )
     distance = torch.cdist(names["images"].flatten(1).float(), images.flatten(1).float())
     recognised = labels[distance.argmin(1)] == torch.arange(64) % 10
     assert recognised.double().mean() > 0.8
@@ -248,12 +241,8 @@ def test_the_process_finds_the_time_of_every_log_snr(examples):
 @pytest.mark.parametrize("scale", [0.3, 1.0])
 def test_the_solver_converges_with_order_one_on_a_gaussian(examples, scale):
     process = examples["Trigonometric"]()
+    denoise = gaussian_denoiser(process, mean=0.0, std=scale)
     noise = torch.randn(64, 1, 1, 1, dtype=torch.float64)
-
-    def denoise(x_t, t):  # of data N(0, scale^2)
-        alpha, sigma = (v.view(-1, 1, 1, 1) for v in process.alpha_sigma(t))
-        x0 = scale**2 * alpha * x_t / (scale**2 * alpha**2 + sigma**2)
-        return Denoised(x0, (x_t - alpha * x0) / sigma)
 
     def error(steps):
         solver = examples["Deterministic"](steps)
@@ -266,29 +255,12 @@ def test_the_solver_converges_with_order_one_on_a_gaussian(examples, scale):
 
 def test_all_four_train_and_sample_together(examples, tmp_path):
     network = examples["Perceptron"]()
-    module = DiffusionModule(
-        network=network,
-        process=examples["Trigonometric"](),
-        parameterization=Velocity(),
-        loss=DenoisingLoss(Simple()),
-        times=Uniform(),
-        solver=examples["Deterministic"](10),
-        optimizer=torch.optim.Adam,
-        image_shape=(1, 8, 8),
-    )
+    options = {"process": examples["Trigonometric"](), "solver": examples["Deterministic"](10)}
+    module = tiny_diffusion(network=network, num_classes=None, label_dropout=0.0, **options)
     noise_labels = []
     network.register_forward_pre_hook(lambda _, args: noise_labels.append(args[1]))
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        max_steps=4,
-        limit_val_batches=0,
-        callbacks=[examples["NoisyHalfFirst"](2)],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(module, Digits(batch_size=64))
+    curriculum = examples["NoisyHalfFirst"](2)
+    make_trainer(tmp_path, curriculum).fit(module, images(256, 64))
     middle = 1000 * (0.01 + 1.56) / 2
     assert [bool((labels > middle).all()) for labels in noise_labels] == [True, True, False, False]
     assert all(parameter.grad is not None for parameter in network.parameters())
@@ -297,18 +269,14 @@ def test_all_four_train_and_sample_together(examples, tmp_path):
 
 # The examples of docstrings
 
-EXAMPLES = {
-    ".".join(file.relative_to(ROOT).with_suffix("").parts)
-    for folder in ("lit_diffusion", "callbacks")
-    for file in (ROOT / folder).rglob("*.py")
-    if ">>> " in file.read_text()
-}
+SOURCES = [*(ROOT / "lit_diffusion").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")]
+EXAMPLES = sorted(file for file in SOURCES if ">>> " in file.read_text())
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_examples_hold(name):
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_examples_hold(file):
     torch.manual_seed(0)
-    inside = name if name.startswith("lit_diffusion.") else f"lit_diffusion.{name}"
-    module = importlib.import_module(inside)
+    name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    module = importlib.import_module(f"lit_diffusion.{name.removeprefix('lit_diffusion.')}")
     results = doctest.testmod(module, extraglobs={"torch": torch}, optionflags=doctest.ELLIPSIS)
     assert results.failed == 0

@@ -3,6 +3,7 @@
 import builtins
 import functools
 import itertools
+import operator
 import os
 import pickle
 import random
@@ -33,6 +34,7 @@ from support.hostile import (
     no_files,
 )
 from support.plain_module import assert_same_bits
+from support.tiny_run import spec
 
 RAW = f"{SAMPLE} --weights raw"
 ALONE = f"evaluate --checkpoint {LAST} --num 8"
@@ -44,29 +46,23 @@ Content = dict[str, Any]
 
 def cases() -> Iterator[Case]:
     """All but those that are drawn."""
-    yield from cuts()
-    yield from misfits()
-    yield from parts()
-    yield from not_finite()
-    yield from sizes()
-    yield from code()
-    yield from class_paths()
-    for (name, spoil), command in zip(no_files(LAST).items(), itertools.cycle(COMMANDS)):
-        yield Case(f"checkpoint-{name}", spoil, command, NAMED)
+    for part in (replaced, misfits, parts, not_finite, sizes, code, class_paths):
+        yield from part()
 
 
 # Damage
 
 
-def cuts() -> Iterator[Case]:
+def replaced() -> Iterator[Case]:
+    """Something else in the place of the file, or a part of it."""
     wrong = {
         "empty": lambda: cut(LAST, 0),
         "half": lambda: cut(LAST, 0.5),
         "without its end": lambda: os.truncate(LAST, LAST.stat().st_size - 22),
         "random bytes": lambda: LAST.write_bytes(random.Random(0).randbytes(10**5)),
-        "a PNG": lambda: shutil.copy("images/0.png", LAST),
     }
-    for (name, spoil), command in zip(wrong.items(), itertools.cycle(COMMANDS)):
+    spoils = wrong | no_files(LAST)
+    for (name, spoil), command in zip(spoils.items(), itertools.cycle(COMMANDS)):
         yield Case(f"checkpoint-{name}", spoil, command, NAMED)
 
 
@@ -81,8 +77,8 @@ def flipped(rng: random.Random) -> Case:
         pickled = next(entry for entry in entries if entry.filename.endswith("data.pkl"))
         tensor = rng.choice([entry for entry in entries if "/data/" in entry.filename])
         places = [(0, size), (size - 98, size), (directory, size)]
-        for entry in (pickled, tensor):
-            places += [(entry.header_offset, entry.header_offset + 30 + entry.file_size)]
+        for start, length in ((e.header_offset, e.file_size) for e in (pickled, tensor)):
+            places.append((start, start + 30 + length))
         flip(LAST, rng, *rng.choice(places))
         shutil.copy(LAST, "spoilt.ckpt")  # a resume that meets no harm writes another
 
@@ -152,16 +148,13 @@ NAMES: dict[str, Callable[[dict, str], Any]] = {
 def misfits() -> Iterator[Case]:
     for (name, make), command in zip(FORGED.items(), itertools.cycle(COMMANDS)):
         yield Case(f"weight-{name}", edit(replace_weight(make)), command, NAMED)
-    make = FORGED["wider"]
-    for command in COMMANDS:
-        # Averages that are sound take the place of weights that are not.
-        raw = edit(replace_weight(make, averaged=False))
-        label = "-".join(command.split()[0::7])
-        yield Case(f"raw-weight-{label}", raw, command, NAMED, harmless=command == SAMPLE)
-        if command != RAW:
-            averaged = edit(replace_weight(make, raw=False))
-            pattern = f"{NAMED}|The checkpoint's average"
-            yield Case(f"averaged-weight-{label}", averaged, command, pattern)
+    # Averages that are sound take the place of weights that are not.
+    raw, averaged = (edit(replace_weight(FORGED["wider"], a, not a)) for a in (True, False))
+    for command in (RAW, RESUME, VALIDATE):
+        yield Case(f"raw-weight-{command.split()[0]}", raw, command, NAMED)
+    for command in (SAMPLE, RESUME):
+        pattern = f"{NAMED}|The checkpoint's average"
+        yield Case(f"averaged-weight-{command.split()[0]}", averaged, command, pattern)
     for (name, change), command in zip(NAMES.items(), itertools.cycle((RAW, RESUME, VALIDATE))):
         spoil = edit(lambda content, c=change: c(content["state_dict"], first_weight(content)))
         yield Case(f"names-{name}", spoil, command, NAMED)
@@ -190,26 +183,27 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 
 def parts() -> Iterator[Case]:
-    """Each part of a checkpoint is missing, or something else."""
+    """Each part of a checkpoint is missing, or one of two other things."""
     pattern = f"{NAMED}|holds no averages"
     may_lack = {"hyper_parameters", "pytorch-lightning_version", "datamodule_hyper_parameters"}
+    wrong = itertools.cycle(WRONG)
+    for key, command in [*KEYS.items(), *KEYS.items()]:
+        name = next(wrong)
+        spoil = edit(lambda content, key=key, name=name: content.update({key: WRONG[name]()}))
+        # {"a": ...} is what a module written in Python, or another callback, leaves.
+        fine = name == "a dict" and key in ("hyper_parameters", "callbacks")
+        fine |= key == "datamodule_hyper_parameters"  # evaluate asks the run's config
+        yield Case(f"{key}-is-{name}", spoil, command, pattern, harmless=fine)
     for key, command in KEYS.items():
         spoil = edit(lambda content, key=key: content.pop(key))
         fine = key in may_lack or command != RESUME
         yield Case(f"lacks-{key}", spoil, command, pattern, harmless=fine, codes=(1, 2))
-        for name, make in WRONG.items():
-            spoil = edit(lambda content, key=key, make=make: content.update({key: make()}))
-            # {"a": ...} is what a module written in Python, or another callback, leaves.
-            fine = name == "a dict" and key in ("hyper_parameters", "callbacks")
-            fine |= key == "datamodule_hyper_parameters"  # evaluate asks the run's config
-            yield Case(f"{key}-is-{name}", spoil, command, pattern, harmless=fine)
 
 
 def deep(rng: random.Random) -> Case:
     """Something deep inside of what a resume restores."""
-    part = rng.choice(
-        ("callbacks", "loops", "optimizer_states", "lr_schedulers", "hyper_parameters")
-    )
+    names = ("callbacks", "loops", "optimizer_states", "lr_schedulers", "hyper_parameters")
+    part = rng.choice(names)
 
     def places(value: Any) -> Iterator[tuple[Any, Any]]:
         if isinstance(value, dict | list):
@@ -221,15 +215,10 @@ def deep(rng: random.Random) -> Case:
         holder, key = rng.choice(list(places(content[part])))
         holder[key] = WRONG[rng.choice(list(WRONG))]()
 
-    return Case(
-        f"deep-in-{part}",
-        edit(change),
-        rng.choice((RESUME, SAMPLE if part == "callbacks" else VALIDATE)),
-        r"last\.ckpt|model\.|not finite|The checkpoint's average",
-        harmless=True,
-        codes=(1, 2),
-        writes=WRITTEN,
-    )
+    command = rng.choice((RESUME, SAMPLE if part == "callbacks" else VALIDATE))
+    pattern = r"last\.ckpt|model\.|not finite|The checkpoint's average"
+    free = {"harmless": True, "codes": (1, 2), "writes": WRITTEN}
+    return Case(f"deep-in-{part}", edit(change), command, pattern, **free)
 
 
 WRITTEN = ("config.resume-1.yaml", "metrics.csv", "non-finite-rank0.ckpt")
@@ -237,10 +226,8 @@ WRITTEN = ("config.resume-1.yaml", "metrics.csv", "non-finite-rank0.ckpt")
 
 def not_finite() -> Iterator[Case]:
     for number, command in ((float("nan"), SAMPLE), (float("inf"), RESUME), (3e38, EVALUATE)):
-        spoil = edit(
-            replace_weight(lambda w, n=number: torch.cat([torch.full_like(w[:1], n), w[1:]]))
-        )
-        pattern = "not finite|non-finite|NaN"
+        make = lambda w, n=number: torch.cat([torch.full_like(w[:1], n), w[1:]])  # noqa: E731
+        spoil, pattern = edit(replace_weight(make)), "not finite|non-finite|NaN"
         yield Case(f"weights-{number}", spoil, command, pattern, codes=(1, 2), writes=WRITTEN)
 
 
@@ -270,10 +257,6 @@ LYING = {
     "meta": rebuilt("_rebuild_meta_tensor_no_storage", torch.float32, (10**12,), (1,), False),
     "parameter of text": rebuilt("_rebuild_parameter", "text", False, HOOKS),
 }
-SIZES = {
-    "model_channels": 10**9,
-    "num_classes": 10**12,
-}
 
 
 def sizes() -> Iterator[Case]:
@@ -281,16 +264,16 @@ def sizes() -> Iterator[Case]:
         yield Case(f"lying-{name}", edit(replace_weight(make)), command, NAMED)
 
     def hyper(*path: str, value: Any) -> Callable[[], None]:
+        *keys, last = path
+
         def change(content: Content) -> None:
-            place = content["hyper_parameters"]
-            for key in path[:-1]:
-                place = place[key]
-            place[path[-1]] = value
+            place = functools.reduce(operator.getitem, keys, content["hyper_parameters"])
+            place[last] = value
 
         return edit(change)
 
-    for name, value in SIZES.items():
-        spoil = hyper("network", "init_args", name, value=value)
+    for name in ("model_channels", "num_classes"):
+        spoil = hyper("network", "init_args", name, value=10**10)
         yield Case(f"network-{name}", spoil, SAMPLE, NAMED)
     shape = hyper("image_shape", value=[1, 10**6, 10**6])
     yield Case("image-shape", shape, SAMPLE, "not enough memory", codes=(1,))
@@ -311,12 +294,9 @@ def _deep_list() -> None:
 
 def _zip_bomb() -> None:
     """A member of 1 GiB of zeros."""
-    with (
-        zipfile.ZipFile(LAST, "a", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
-        file.open("archive/data/9999", "w", force_zip64=True) as member,
-    ):
-        for _ in range(2**10):
-            member.write(bytes(2**20))
+    pack = {"compression": zipfile.ZIP_DEFLATED, "compresslevel": 1}
+    with zipfile.ZipFile(LAST, "a", **pack) as file:
+        file.writestr("archive/data/9999", bytes(2**30))
 
 
 def _pickle_bomb() -> None:
@@ -334,7 +314,6 @@ def _pickle_bomb() -> None:
 GADGETS: dict[str, Callable[[], Any]] = {
     "os.system": lambda: Call(os.system, TOUCH),
     "eval": lambda: Call(eval, WRITE),
-    "getattr": lambda: Call(getattr, Call(__import__, "os"), "system"),
     "partial": lambda: functools.partial(os.system, TOUCH),
     "runpy": lambda: Call(__import__("runpy").run_path, "strangers/stranger.py"),
     "rebuild of a call": lambda: Call(
@@ -347,7 +326,6 @@ GADGETS: dict[str, Callable[[], Any]] = {
         torch._utils._rebuild_wrapper_subclass,
         *(os.system, torch.float32, (1,), (1,), 0, torch.strided, "cpu", False),
     ),
-    "a module": lambda: torch.nn.Linear(2, 2),
 }
 
 
@@ -382,31 +360,26 @@ SLOTS = ("network", "process", "solver", "optimizer", "parameterization", "_clas
 def class_paths() -> Iterator[Case]:
     inception, vae = "lit_diffusion.metrics.extractors._Inception", "lit_diffusion.modules.vae"
     weights = {"name": "a", "features_list": ["2048"], "feature_extractor_weights_path": "evil.pth"}
-    network = {"class_path": inception, "init_args": weights}
-    codec = {"class_path": f"{vae}.VAECodec", "init_args": {"folder": "images"}}
+
+    def hyper(key: str, value: Any, part: str = "hyper_parameters") -> Callable[[], None]:
+        return edit(lambda content: content[part].update({key: value}))
 
     def unpickles() -> None:
         torch.save(GADGETS["os.system"](), "evil.pth")
-        edit(lambda content: content["hyper_parameters"].update(network=network))()
+        hyper("network", spec(inception, **weights))()
 
     yield Case("class-that-unpickles", unpickles, SAMPLE, f"{NAMED}|model")
-    reads = edit(lambda content: content["hyper_parameters"].update(codec=codec))
+    reads = hyper("codec", spec(f"{vae}.VAECodec", folder="images"))
     yield Case("class-that-reads", reads, SAMPLE, f"{NAMED}: the checkpoint names the folder")
     args = {"command": TOUCH, "source": WRITE, "args": ["touch", f"../{CANARY}"]}
-    for (path, slot), command in zip(
-        zip(PATHS, itertools.cycle(SLOTS)), itertools.cycle((SAMPLE, VALIDATE))
+    for path, slot, command in zip(
+        PATHS, itertools.cycle(SLOTS), itertools.cycle((SAMPLE, VALIDATE))
     ):
-        value = path if slot == "_class_path" else {"class_path": path, "init_args": args}
-        spoil = edit(lambda content, s=slot, v=value: content["hyper_parameters"].update({s: v}))
+        spoil = hyper(slot, path if slot == "_class_path" else spec(path, **args))
         command = SAMPLE if slot == "_class_path" else command
         yield Case(f"class-{slot}-{path!r}", spoil, command, f"{NAMED}|model")
     for path in ("os.system", "stranger.call"):
-
-        def data(content: Content, path: str = path) -> None:
-            content["datamodule_hyper_parameters"]["_class_path"] = path
-
-        def instantiator(content: Content, path: str = path) -> None:
-            content["hyper_parameters"]["_instantiator"] = path
-
-        yield Case(f"class-data-{path}", edit(data), ALONE, NAMED, harmless=True)
-        yield Case(f"class-instantiator-{path}", edit(instantiator), SAMPLE, NAMED, harmless=True)
+        data = hyper("_class_path", path, "datamodule_hyper_parameters")
+        yield Case(f"class-data-{path}", data, ALONE, NAMED, harmless=True)
+        instantiator = hyper("_instantiator", path)
+        yield Case(f"class-instantiator-{path}", instantiator, SAMPLE, NAMED, harmless=True)

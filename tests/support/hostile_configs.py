@@ -1,5 +1,6 @@
 """Configs that are no configs, or in which one value is wrong."""
 
+import functools
 import itertools
 import os
 import random
@@ -17,29 +18,22 @@ MERGES = "\n".join(  # of which PyYAML itself makes 10^11 pairs
     ["a0: &a0 {k: v}"]
     + [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)]
 )
-ALIASES = "\n".join(
-    ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 30)]
-)
 
 
 def cases() -> Iterator[Case]:
     """All but those that are drawn."""
     for name, content in BROKEN.items():
-
-        def write(content: str | bytes = content) -> None:
-            data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
-            CONFIG.write_bytes(data)
-
+        data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
         pattern = r"small\.yaml|model|trainer|seed_everything|default_root_dir|no setting|ckpt_path"
+        write = functools.partial(CONFIG.write_bytes, data)
         yield Case(f"config-{name}", write, "fit --config small.yaml", pattern)
     commands = itertools.cycle((FIT, "sweep small.yaml --seeds 0 --out sweep"))
     missing = no_files(CONFIG) | {"not there": CONFIG.unlink}
     for (name, spoil), command in zip(missing.items(), commands, strict=False):
         yield Case(f"config-{name}", spoil, command, r"small\.yaml")
     pattern = r"has no argument|there is no setting|class_path|not accepted|[Kk]ey|callbacks"
-    for holder, key in UNKNOWN.items():
-        yield Case(f"unknown-in-{holder}", putting(f"{holder}.{key}", 1), FIT, pattern)
+    for place in UNKNOWN:
+        yield Case(f"unknown-{place}", putting(place, 1), FIT, pattern)
     arguments = {"command": TOUCH, "args": ["touch", f"../{CANARY}"]}
     for i, (slot, path) in enumerate(zip(SLOTS, itertools.cycle(PATHS))):
         value = path if i % 3 == 0 else {"class_path": path, "init_args": arguments}
@@ -48,10 +42,10 @@ def cases() -> Iterator[Case]:
     for place, value in SIZES.items():
         pattern = rf"{place.split('.')[-1]}|not enough memory|more than 100,000 bytes"
         yield Case(f"size-{place}", putting(place, value), FIT, pattern, codes=(1, 2))
-    optimizer = "model.init_args.optimizer.init_args"
-    for name, value in OPTIMIZERS.items():
-        spoil = putting(optimizer, value)
-        yield Case(f"optimizer-{name}", spoil, FIT, "model.optimizer|not finite", codes=(1, 2))
+    for options in ({"lr": float("nan")}, {"betas": [2.0, 0.9]}):  # one trains to no end
+        spoil = putting("model.init_args.optimizer.init_args", {"lr": 0.1} | options)
+        pattern = "model.optimizer|not finite"
+        yield Case(f"optimizer-{options}", spoil, FIT, pattern, codes=(1, 2))
     for place, name in zip(NESTED, itertools.cycle(WITHIN)):
         yield within(place, name)
 
@@ -120,10 +114,7 @@ def damaged(rng: random.Random) -> Case:
 
 
 PATHS = (
-    "os.system",
-    "stranger.Net",
-    "torch.hub.load",
-    "builtins.eval",
+    *("os.system", "stranger.Net", "torch.hub.load", "builtins.eval"),
     "lit_diffusion.cli.main.main",
 )
 VALUES = (
@@ -134,17 +125,12 @@ VALUES = (
 BROKEN = {
     "empty": "",
     "a list": "- model\n- data\n",
-    "an open quote": 'model: "abc',
     "a python object": f'model: !!python/object/apply:os.system ["{TOUCH}"]\n',
-    "an alias to itself": "model: &m {a: *m}\n",
-    "aliases of aliases beside": f"{SHIPPED.read_text()}\n{ALIASES}\nmore: *a29\n",
     "merges of merges": MERGES,
     "a NUL": "model: a\x00b\n",
     "UTF-16": "model: 1\n".encode("utf-16"),
     "a lone surrogate": "model: \ud800\n",
     "binary": random.Random(0).randbytes(10**4),
-    "a pickle": b"cos\nsystem\n(S'true'\ntR.",
-    "deep lists": "model: " + "[" * 3000 + "]" * 3000,
     "an endless time": "model: 1" + ":1" * 1_500_000,
     "an endless time in a text": f"seed_everything: '1{':1' * 400_000}'\n",
     "keys of other types": "1: 2\nnull: 3\n[a, b]: 4\n",
@@ -152,13 +138,10 @@ BROKEN = {
     "root is a file": "trainer: {default_root_dir: small.yaml}\n",
     "config in config": "config: small.yaml\n",
 }
-UNKNOWN = {  # section -> a key that it has not
-    "model": "nosuch",
-    "model.init_args": "lr ",
-    "model.init_args.network.init_args": "__class__",
-    "trainer": "ckpt",
-    "trainer.callbacks.0.init_args": "\u0131nit",
-}
+UNKNOWN = (  # the last key is none of its section
+    *("model.nosuch", "trainer.ckpt", "trainer.callbacks.0.init_args.\u0131nit"),
+    *("model.init_args.lr ", "model.init_args.network.init_args.__class__"),
+)
 SLOTS = (
     *("model", "data", "trainer.callbacks.0", "trainer.logger"),
     *("trainer.plugins", "trainer.strategy", "trainer.profiler"),
@@ -172,10 +155,6 @@ SIZES: dict[str, Any] = {
     "model.init_args.process.init_args.betas.init_args.num_steps": 10**13,
     "data.init_args.batch_size": 10**12,
     "trainer.callbacks.1.init_args.num": 10**12,
-}
-OPTIMIZERS = {  # which torch itself refuses, or trains with to no end
-    "lr nan": {"lr": float("nan")},
-    "betas above 1": {"lr": 0.1, "betas": [2.0, 0.9]},
 }
 WITHIN: dict[str, Callable[[Path], Any]] = {
     "a pipe": os.mkfifo,

@@ -1,6 +1,5 @@
 """Images, data and files of runs that are broken or lie."""
 
-import io
 import itertools
 import json
 import os
@@ -51,12 +50,10 @@ EVIL = pickle.dumps(Call(os.system, TOUCH))
 
 def cases() -> Iterator[Case]:
     """All but those that are drawn."""
-    yield from pictures()
     for name, make in ARRAYS.items():
         yield Case(f"npz-{name}", make, REFERENCE, r"real\.npz|scores need 4|extractor")
-    yield from data()
-    yield from records()
-    yield from run_files()
+    for part in (pictures, data, records, run_files):
+        yield from part()
 
 
 # Images
@@ -99,14 +96,12 @@ def png_of(width: int, height: int, size: int) -> Callable[[], Any]:
 PICTURES: dict[str, Callable[[], Any]] = {
     "empty": lambda: ODD.write_bytes(b""),
     "an EPS": lambda: Image.new("L", (8, 8)).save(ODD, format="EPS"),  # Pillow calls Ghostscript
-    "a pickle": lambda: ODD.write_bytes(EVIL),
     "cut at 50%": lambda: cut(ODD, 0.5),
     "a JPEG, cut": lambda: (picture("L", (64, 64), "jpg"), cut(Path("images/3.jpg"), 0.5)),
     "1x1": png_of(1, 1, 2),
     "huge header": png_of(2**31 - 1, 2**31 - 1, 99),
     "a bomb": lambda: ODD.write_bytes(bomb(20_000)),
     "a text bomb": lambda: ODD.write_bytes(text_bomb()),
-    "RGBA": lambda: picture("RGBA"),
     "colour among grey": lambda: picture("RGB"),
     "no folder": lambda: shutil.rmtree("images"),
     "a file for the folder": lambda: (shutil.rmtree("images"), Path("images").write_text("x")),
@@ -157,12 +152,6 @@ def npz(array: Any, name: str = "arr_0") -> Callable[[], Any]:
     return lambda: np.savez(REAL, **{name: array})
 
 
-def npy(array: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
 def lying(header: str) -> Callable[[], None]:
     """An .npy whose header does not fit its data."""
     text = header.encode() + b" " * (117 - len(header)) + b"\n"
@@ -175,21 +164,17 @@ def lying(header: str) -> Callable[[], None]:
     return spoil
 
 
-def shape(shape: str, dtype: str = "|u1") -> Callable[[], None]:
-    return lying(f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}")
-
-
 GREY = np.zeros((8, 8, 8, 1), np.uint8)
 ARRAYS: dict[str, Callable[[], Any]] = {
-    "an npy": lambda: REAL.write_bytes(npy(GREY)),
+    "an npy": lambda: (np.save("real.npy", GREY), os.replace("real.npy", REAL)),
     "a pickle": lambda: REAL.write_bytes(EVIL),
     "objects": npz(np.array([Call(os.system, TOUCH)])),
     "no arr_0": npz(GREY, "images"),
-    "no images": npz(GREY[:0]),
     "cut": lambda: (np.savez(REAL, arr_0=GREY), cut(REAL, 0.6)),
-    "10^12 images": shape(f"({10**12}, 8, 8, 1)"),
+    "10^12 images": lying(
+        f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({10**12}, 8, 8, 1)}}"
+    ),
     "code for a header": lying(f"__import__('os').system('touch ../{CANARY}')"),
-    "a dtype of objects": shape("(8, 8, 8, 1)", "|O"),
     "not there": lambda: None,
     **{name: spoil for name, spoil in no_files(REAL).items() if "nothing" not in name},
 }
@@ -354,13 +339,14 @@ READ = (  # file, how it may be spoilt, commands that read it, what the message 
 
 
 def records() -> Iterator[Case]:
-    """Each at each command: which fields matter depends on that, so that all may be harmless."""
+    """Each at two commands: which fields matter depends on those, so that all may be harmless."""
     for name, changes, commands, pattern in READ:
-        for (label, change), (command, folder) in itertools.product(
-            changes.items(), commands.items()
-        ):
-            case = f"{name}-{label}-{command.split()[0]}"
-            yield Case(case, rewriting(folder / name, change), command, pattern, harmless=True)
+        turns = itertools.cycle(commands.items())
+        for label, change in changes.items():
+            for command, folder in itertools.islice(turns, 2):
+                case = f"{name}-{label}-{command.split()[0]}"
+                spoil = rewriting(folder / name, change)
+                yield Case(case, spoil, command, pattern, harmless=True)
 
 
 def follows_no_link() -> bool:

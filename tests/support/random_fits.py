@@ -52,19 +52,10 @@ def write_latents():
     if LATENTS.exists():
         return
     LATENTS.mkdir()
-    images = FewDigits().load("train").images[:50]
-    means = F.pixel_unshuffle(PixelCodec().encode(torch.as_tensor(images)), 2)
+    means = F.pixel_unshuffle(PixelCodec().encode(FewDigits().load("train").images), 2)
     moments = torch.cat([means, torch.full_like(means, -6.0)], dim=1)
-    index = LatentIndex(
-        num=50,
-        shard_size=20,
-        flips=False,
-        images="f" * 16,
-        image_shape=(1, 8, 8),
-        classes=tuple("0123456789"),
-        vae="four phases",
-        vae_sha256=FourPhases.sha256,
-    )
+    vae, classes = ("four phases", FourPhases.sha256), tuple("0123456789")
+    index = LatentIndex(50, (1, 8, 8), classes, 20, *vae, "f" * 16, flips=False)
     index.write(LATENTS)
     for name, part, _ in index.shards():
         index.write_shard(LATENTS / name, moments[list(part)], torch.tensor(part) % 10)
@@ -80,6 +71,37 @@ class SavesEvery(LastCheckpoint):
     def _save(self, trainer):
         super()._save(trainer)
         self._due = trainer.global_step + self.every_n_steps
+
+
+METHODS = {
+    "flow": {
+        "process": spec("LinearFlow"),
+        "parameterization": spec("FlowVelocity"),
+        "times": spec("LogitNormal", mean=0.0, std=1.0),
+        "solver": spec("Euler", steps=2),
+    },
+    "EDM": {
+        "process": spec("EDMProcess"),
+        "parameterization": spec("EDMPreconditioning", sigma_data=0.5),
+        "times": spec("LogNormal", mean=-1.2, std=1.2),
+        "solver": spec("Heun", steps=2),
+    },
+}
+"""What a method has in place of the process, parameterization, times and solver of DDPM."""
+OPTIMIZERS = (
+    spec("torch.optim.Adam", lr=0.002),
+    spec("torch.optim.AdamW", lr=0.002, amsgrad=True),
+    spec("torch.optim.Adam", lr=0.002, foreach=False),
+    spec("torch.optim.RMSprop", lr=0.002, centered=True),
+)
+SCHEDULES = (
+    None,
+    spec("WarmupConstant", warmup_steps=4),
+    spec("WarmupLinear", total_steps=30, warmup_steps=4),
+    spec("WarmupCosine", warmup_steps=2),
+    spec("torch.optim.lr_scheduler.StepLR", step_size=3, gamma=0.7),
+    spec("torch.optim.lr_scheduler.CosineAnnealingLR", T_max=8),
+)
 
 
 def random_config(rng, root):
@@ -99,54 +121,32 @@ def random_config(rng, root):
     model = config["model"]["init_args"]
     model["network"]["init_args"] |= {"model_channels": 4, "norm_groups": 2, "dropout": 0.1}
     model["network"]["init_args"] |= {"channel_mult": [1], "attention_downsample": []}
-    model |= _method(kind)
-    model["solver"]["init_args"]["steps"] = 2
-    model |= {"optimizer": _optimizer(rng), "lr_scheduler": _schedule(rng)}
+    model |= METHODS.get(kind, {})
+    model["solver"] = spec(model["solver"]["class_path"], steps=2)
+    model |= {"optimizer": rng.choice(OPTIMIZERS), "lr_scheduler": rng.choice(SCHEDULES)}
     if kind == "latents":
         write_latents()
         model |= {"codec": spec("support.random_fits.FourPhases"), "image_shape": [4, 4, 4]}
         data |= {"train": str(LATENTS), "val": SAMPLES}
         model["solver"]["init_args"]["clip"] = False
-        config["data"] = spec("lit_diffusion.data.latents.Latents", **data)
+        config["data"] = spec("Latents", **data)
     if kind in ("DiT", "latents"):
         channels, size, _ = model["image_shape"]
         sizes = {"image_size": size, "in_channels": channels, "out_channels": channels}
         width = {"width": 8, "depth": 1, "num_heads": 2, "num_classes": 10}
-        model["network"] = spec("lit_diffusion.networks.dit.DiT", **sizes, **width)
+        model["network"] = spec("DiT", **sizes, **width)
     trainer["callbacks"] = _callbacks(rng, trainer, model, root, scores=kind != "latents")
     return config
-
-
-def _method(kind):
-    """Arguments of the module: process, parameterization, times and solver of a method."""
-    if kind == "flow":
-        return {
-            "process": spec("lit_diffusion.processes.LinearFlow"),
-            "parameterization": spec("lit_diffusion.parameterizations.FlowVelocity"),
-            "times": spec("lit_diffusion.timesteps.LogitNormal", mean=0.0, std=1.0),
-            "solver": spec("lit_diffusion.solvers.Euler", steps=2),
-        }
-    if kind == "EDM":
-        return {
-            "process": spec("lit_diffusion.processes.EDMProcess"),
-            "parameterization": spec(
-                "lit_diffusion.parameterizations.EDMPreconditioning", sigma_data=0.5
-            ),
-            "times": spec("lit_diffusion.timesteps.LogNormal", mean=-1.2, std=1.2),
-            "solver": spec("lit_diffusion.solvers.Heun", steps=2),
-        }
-    return {}
 
 
 def _gan(rng):
     """A DCGAN of digits; its networks step at paces of 1 to 1, 2 to 1 or 3 to 1."""
     adam = spec("torch.optim.Adam", lr=0.001, betas=[0.5, 0.999])
-    dcgan = "lit_diffusion.lab.gan.dcgan.DCGAN"
     return spec(
-        "lit_diffusion.lab.gan.module.GANModule",
-        generator=spec(f"{dcgan}Generator", image_size=8, out_channels=1, latent_dim=4, width=4),
-        discriminator=spec(f"{dcgan}Discriminator", image_size=8, in_channels=1, width=4),
-        loss=spec("lit_diffusion.lab.gan.module.NonSaturating"),
+        "GANModule",
+        generator=spec("DCGANGenerator", image_size=8, out_channels=1, latent_dim=4, width=4),
+        discriminator=spec("DCGANDiscriminator", image_size=8, in_channels=1, width=4),
+        loss=spec("NonSaturating"),
         generator_optimizer=adam,
         discriminator_optimizer=adam,
         image_shape=[1, 8, 8],
@@ -173,31 +173,6 @@ def _trainer(rng):
     }
 
 
-def _optimizer(rng):
-    return rng.choice(
-        [
-            spec("torch.optim.Adam", lr=0.002),
-            spec("torch.optim.AdamW", lr=0.002, amsgrad=True),
-            spec("torch.optim.Adam", lr=0.002, foreach=False),
-            spec("torch.optim.RMSprop", lr=0.002, centered=True),
-        ]
-    )
-
-
-def _schedule(rng):
-    ours, theirs = "lit_diffusion.lr_schedules", "torch.optim.lr_scheduler"
-    return rng.choice(
-        [
-            None,
-            spec(f"{ours}.WarmupConstant", warmup_steps=4),
-            spec(f"{ours}.WarmupLinear", total_steps=30, warmup_steps=4),
-            spec(f"{ours}.WarmupCosine", warmup_steps=2),
-            spec(f"{theirs}.StepLR", step_size=3, gamma=0.7),
-            spec(f"{theirs}.CosineAnnealingLR", T_max=8),
-        ]
-    )
-
-
 def _often(rng):
     return rng.choice([None, 2, 3, 5])
 
@@ -206,42 +181,36 @@ def _callbacks(rng, trainer, model, root, scores):
     """A random subset, in a random order; FID among them if the data are images."""
     steps, adam = _often(rng), "Adam" in model["optimizer"]["class_path"]
     ema = rng.random() < 0.7
-    average = rng.choice(
-        [
-            _ours("EMA", decays=[0.9], every_n_steps=rng.randint(1, 2)),
-            _ours("EMA", decays=[0.5, 0.99], on_cpu=True),
-            _ours("PowerEMA", snapshot_every_n_steps=rng.choice([None, 1, 3])),
-        ]
-    )
+    averages = [
+        _ours("EMA", decays=[0.9], every_n_steps=rng.randint(1, 2)),
+        _ours("EMA", decays=[0.5, 0.99], on_cpu=True),
+        _ours("PowerEMA", snapshot_every_n_steps=rng.choice([None, 1, 3])),
+    ]
+    average = rng.choice(averages)
     weights = rng.choice(["ema", "raw"]) if ema else "raw"
     fid = _fid(steps, weights, repeats_at_end=rng.choice([0, 0, 1]))
     name = f"val/fid_{SAMPLES}" + "_raw" * (weights == "raw")
-    times = rng.choice(
-        [
-            _ours("TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
-            _ours("LossSecondMomentResampler", num_bins=4, history=3),
-            _ours("ImportanceWeightedCurriculum", num_steps=9, std=0.3),
-            _ours("CurriculumWeight", num_steps=9, std=0.3),
-        ]
-    )
+    curricula = [
+        _ours("TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
+        _ours("LossSecondMomentResampler", num_bins=4, history=3),
+        _ours("ImportanceWeightedCurriculum", num_steps=9, std=0.3),
+        _ours("CurriculumWeight", num_steps=9, std=0.3),
+    ]
+    curriculum, levels = rng.choice(curricula), {"num_levels": 2, "num_images": 9}
+    stop = {"monitor": "val/loss", "min_delta": 0.01, "patience": 2}
+    one_batch = trainer["accumulate_grad_batches"] == 1
     candidates = [
         (ema, average),
         (scores := scores and rng.random() < 0.6, fid),
         (rng.random() < 0.3, _ours("SampleGrid", num=4, every_n_steps=_often(rng))),
         (adam and rng.random() < 0.5, _ours("MomentumDecay", min_beta1=0.4)),
-        (rng.random() < 0.5, times),
-        (
-            rng.random() < 0.4,
-            _ours("NoiseLevelLoss", num_levels=2, num_images=9, every_n_steps=_often(rng)),
-        ),
+        (rng.random() < 0.5, curriculum),
+        (rng.random() < 0.4, _ours("NoiseLevelLoss", every_n_steps=_often(rng), **levels)),
         (rng.random() < 0.2, _ours("StepSeed", seed=5)),
         (rng.random() < 0.2, _lightnings("LearningRateMonitor")),
+        (rng.random() < 0.15, _lightnings("EarlyStopping", **stop)),
         (
-            rng.random() < 0.15,
-            _lightnings("EarlyStopping", monitor="val/loss", min_delta=0.01, patience=2),
-        ),
-        (
-            trainer["accumulate_grad_batches"] == 1 and rng.random() < 0.15,
+            one_batch and rng.random() < 0.15,
             _lightnings("GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
         ),
         (rng.random() < 0.5, _keeper(rng, name if scores and steps is None else "val/loss")),
@@ -251,18 +220,16 @@ def _callbacks(rng, trainer, model, root, scores):
 
 
 def _gan_callbacks(rng, root):
-    steps, ema, decay = _often(rng), rng.random() < 0.7, {"min_beta1": 0.2, "total_steps": 30}
-    average = rng.choice(
-        [
-            _ours("EMA", decays=[0.9], prefix="generator", buffers=True),
-            _ours("PowerEMA", prefix="generator", snapshot_every_n_steps=3),
-        ]
-    )
+    steps, ema = _often(rng), rng.random() < 0.7
+    averages = [
+        _ours("EMA", decays=[0.9], prefix="generator", buffers=True),
+        _ours("PowerEMA", prefix="generator", snapshot_every_n_steps=3),
+    ]
     candidates = [
-        (ema, average),
+        (ema, rng.choice(averages)),
         (rng.random() < 0.6, _fid(steps, "ema" if ema else "raw")),
         (rng.random() < 0.4, _ours("SampleGrid", num=4, every_n_steps=_often(rng))),
-        (rng.random() < 0.4, _ours("MomentumDecay", **decay)),
+        (rng.random() < 0.4, _ours("MomentumDecay", min_beta1=0.2, total_steps=30)),
         (rng.random() < 0.8, _saves_every(rng, root)),
     ]
     return _shuffled(rng, candidates)
@@ -288,28 +255,20 @@ def _shuffled(rng, candidates):
 
 
 def _saves_every(rng, root):
-    return spec(
-        "support.random_fits.SavesEvery",
-        folder=f"{root}/checkpoints",
-        first=rng.randint(1, 4),
-        every_n_steps=rng.randint(1, 5),
-    )
+    when = {"first": rng.randint(1, 4), "every_n_steps": rng.randint(1, 5)}
+    return spec("support.random_fits.SavesEvery", folder=f"{root}/checkpoints", **when)
 
 
 def _keeper(rng, metric):
     """One that keeps other checkpoints than the last."""
     by_metric = {"monitor": rng.choice([metric, "val/loss"]), "save_top_k": rng.randint(1, 3)}
-    return _lightnings(
-        "ModelCheckpoint",
-        **rng.choice(
-            [
-                by_metric,
-                by_metric | {"filename": "best"},
-                by_metric | {"every_n_train_steps": rng.randint(2, 4)},
-                {"monitor": "train/loss", "every_n_train_steps": rng.randint(1, 3)},
-                {"save_top_k": -1, "every_n_train_steps": rng.randint(2, 5)},
-                {"every_n_train_steps": rng.randint(2, 4)},
-                {"every_n_epochs": 1, "save_weights_only": rng.random() < 0.5},
-            ]
-        ),
-    )
+    ways = [
+        by_metric,
+        by_metric | {"filename": "best"},
+        by_metric | {"every_n_train_steps": rng.randint(2, 4)},
+        {"monitor": "train/loss", "every_n_train_steps": rng.randint(1, 3)},
+        {"save_top_k": -1, "every_n_train_steps": rng.randint(2, 5)},
+        {"every_n_train_steps": rng.randint(2, 4)},
+        {"every_n_epochs": 1, "save_weights_only": rng.random() < 0.5},
+    ]
+    return _lightnings("ModelCheckpoint", **rng.choice(ways))
