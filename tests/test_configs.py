@@ -91,9 +91,8 @@ def arms_of_each_kind():
     """(experiment, arm) with the first arm of those that differ in numbers alone."""
     kinds = {}
     for experiment, arm in PAIRS:
-        settings_of_arm = dict(flat(settings(arm)))
-        classes = {name: v if isinstance(v, str) else None for name, v in settings_of_arm.items()}
-        kinds.setdefault(tuple(sorted(classes.items())), (experiment, arm))
+        kind = {(name, v if isinstance(v, str) else None) for name, v in flat(settings(arm))}
+        kinds.setdefault(frozenset(kind), (experiment, arm))
     return list(kinds.values())
 
 
@@ -180,12 +179,10 @@ def test_a_small_folder_runs_as_its_comments_say(folder):
 
 
 def test_shape_and_classes_of_the_data_need_data_and_a_command(folder, capsys):
-    stated = ["--model.init_args.image_shape=data", "--data=null"]
-    assert fit("digits.yaml", *stated) == 2
+    assert fit("digits.yaml", "--model.init_args.image_shape=data", "--data=null") == 2
     assert "image_shape" in capsys.readouterr().err
-    arguments = {"image_shape": "data", "num_classes": 2}
     with pytest.raises(ValueError, match="'data'"):
-        DiffusionModule(*[None] * 7, **arguments)
+        DiffusionModule(*[None] * 7, image_shape="data", num_classes=2)
 
 
 def test_pictures_without_class_folders_need_no_label_dropout(folder, capsys):
@@ -352,10 +349,13 @@ def test_the_fast_recipe_and_its_baseline_are_the_same_on_data_they_were_not_tun
 
 
 @pytest.mark.parametrize("folder", METHODS)
-def test_the_controls_of_clts_have_its_density(folder):
+def test_the_arms_of_clts_share_its_density_with_a_bin_for_each_time(folder):
     arms = ("clts", "clts-weight", "clts-importance")
-    curriculum, *controls = (callback(f"arms/{folder}/{arm}.yaml") for arm in arms)
-    assert controls == [curriculum, curriculum]
+    clts, *controls = (callback(f"arms/{folder}/{arm}.yaml") for arm in arms)
+    assert controls == [clts, clts]
+    for experiment in FOLDERS[folder]:
+        numbers = dict(flat(settings(f"{experiment}.yaml")))
+        assert numbers["model.process.betas.num_steps"] == clts["num_bins"]
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -383,22 +383,12 @@ def test_arms_with_a_number_in_their_name_set_that_number_alone(path, what, numb
 def test_the_ablations_of_clts_are_those_of_the_paper(folder):
     """Fig. 6b, and 6c in shares of the run."""
     steps = settings(f"{FOLDERS[folder][0]}.yaml")["trainer"]["max_steps"]
-    numbers = {what: set() for what in ("mean", "target")}
-    for path, what, number in NUMBERED:
-        if Path(path).parent.name == folder and what in numbers:
-            numbers[what].add(number / steps if what == "target" else number)
-    assert numbers == {"mean": {0.1, 0.5, 0.7, 0.9}, "target": {0.02, 0.2, 0.4, 1.0}}
-    variance = callback(f"arms/{folder}/clts-variance-T.yaml")
-    clts = callback(f"arms/{folder}/clts.yaml")
+    arms = [(what, number) for path, what, number in NUMBERED if Path(path).parent.name == folder]
+    assert {number for what, number in arms if what == "mean"} == {0.1, 0.5, 0.7, 0.9}
+    shares = {number / steps for what, number in arms if what == "target"}
+    assert shares == {0.02, 0.2, 0.4, 1.0}
+    clts, variance = (callback(f"arms/{folder}/clts{end}.yaml") for end in ("", "-variance-T"))
     assert variance == clts | {"std": pytest.approx(clts["num_bins"] ** -0.5, abs=5e-5)}
-
-
-@pytest.mark.parametrize("folder", METHODS)
-def test_arms_have_a_bin_for_each_time_of_their_experiments(folder):
-    for experiment in FOLDERS[folder]:
-        process = settings(f"{experiment}.yaml")["model"]["init_args"]["process"]["init_args"]
-        num_bins = callback(f"arms/{folder}/clts.yaml")["num_bins"]
-        assert process["betas"]["init_args"]["num_steps"] == num_bins
 
 
 # Parsing, instantiating and starting

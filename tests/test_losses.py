@@ -1,7 +1,7 @@
 import pytest
 import torch
 from support.golden import PIX, U, Z, close, load, tensor
-from support.objective import losses_of
+from support.tiny_diffusion import losses_of
 
 from lit_diffusion.gaussian import (
     FixedLarge,

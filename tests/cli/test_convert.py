@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import call
-from support.golden_weights import fill_
+from support.golden import fill_
 from support.small_digits import hyper_parameters, small_digits, write_small_digits
 
 from lit_diffusion import __version__

@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.golden import Z
-from support.golden_weights import fill_
+from support.golden import Z, fill_
 from torch.testing import assert_close
 
 from lit_diffusion.interchange.diffusers_dit import to_config, to_diffusers

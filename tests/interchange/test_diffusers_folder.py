@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from support.golden_weights import fill_
+from support.golden import fill_
 from support.tiny_diffusion import tiny_diffusion
 from torch.testing import assert_close
 

@@ -4,8 +4,7 @@ import inspect
 
 import pytest
 import torch
-from support.golden import Z, load, tensor
-from support.golden_weights import golden_weight
+from support.golden import Z, golden_weight, load, tensor
 from torch.testing import assert_close
 
 from lit_diffusion.interchange import load_network

@@ -1,7 +1,6 @@
 import pytest
 import torch
-from support.golden import Z, close, load, tensor
-from support.golden_weights import fill_
+from support.golden import Z, close, fill_, load, tensor
 from support.small_networks import batch, condition, gradients, small
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close

@@ -2,8 +2,7 @@ from inspect import signature
 
 import pytest
 import torch
-from support.golden import Z, close, load, tensor
-from support.golden_weights import fill_
+from support.golden import Z, close, fill_, load, tensor
 from support.small_networks import batch, condition, small
 
 from lit_diffusion.networks.conditions import Classes

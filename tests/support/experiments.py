@@ -116,8 +116,4 @@ def write_arm(folder: Path, speed: float, seeds: Iterable[int] = range(5), **opt
 def write_grid(run: Path, step: int, shade: int) -> None:
     """A picture of samples, whose brightness is chosen."""
     (run / "samples").mkdir(exist_ok=True)
-    image = Image.new("L", (8, 8))
-    image.putdata([shade if (x + y) % 2 else shade // 2 for y in range(8) for x in range(8)])
-    image.resize((80, 80), Image.Resampling.NEAREST).save(
-        run / "samples" / f"step-{step:08d}-ema.png"
-    )
+    Image.new("L", (80, 80), shade).save(run / "samples" / f"step-{step:08d}-ema.png")

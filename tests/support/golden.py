@@ -1,4 +1,4 @@
-"""The formula inputs of the golden files (tests/golden/README.md) and a loader for their arrays."""
+"""Formula inputs and weights of the golden files (tests/golden/README.md), and their arrays."""
 
 from functools import cache
 from math import prod, sqrt
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 FOLDER = Path(__file__).parent.parent / "golden"
 
@@ -44,3 +44,23 @@ def PIX(shape, k: int) -> Tensor:
 def close(actual: Tensor, expected: Tensor, rtol: float = 1e-7, atol: float = 1e-9) -> None:
     """Equal to the tolerance that tests/golden/README.md gives for float64 arrays."""
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, check_dtype=False)
+
+
+def golden_weight(name: str, shape: tuple[int, ...], k: int) -> Tensor:
+    """The value of the parameter `name`, k-th of the sorted names of its network."""
+    if name == "pos_embed" or name.endswith("positional_embedding"):
+        return U(shape, k, 0.5)
+    if name.endswith("label_emb.weight"):
+        return U(shape, k, 1.0)
+    if len(shape) == 1:
+        return U(shape, k, 0.1) + (1.0 if name.endswith("weight") else 0.0)
+    return U(shape, k, sqrt(3 * shape[0] / prod(shape)))
+
+
+@torch.no_grad()
+def fill_(network: nn.Module) -> nn.Module:
+    """Set every parameter by the rule, in place; every block then influences the output."""
+    state = network.state_dict()
+    for k, name in enumerate(sorted(state)):
+        state[name].copy_(golden_weight(name, tuple(state[name].shape), k))
+    return network

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import lightning.pytorch as pl
 import torch
 
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from support.plain_module import make_trainer
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
 
@@ -17,21 +17,12 @@ class Saves(LastCheckpoint):
         self.steps = [*getattr(self, "steps", []), trainer.global_step]
 
 
-def fit(
-    callback: pl.Callback, tmp_path: Path, ckpt_path=None, callbacks=(), module=None, **options
-):
+def fit(callback, tmp_path: Path, ckpt_path=None, callbacks=(), module=None, **options):
     torch.manual_seed(0)
     module = module or TinyModule(TinyNet(3), torch.optim.Adam)
-    options = {"max_steps": 12, "num_sanity_val_steps": 0} | options
-    trainer = pl.Trainer(
-        callbacks=[*callbacks, callback],
-        accelerator="cpu",
-        logger=False,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+    options = {"max_steps": 12, "max_epochs": None, "num_sanity_val_steps": 0} | options
+    options = {"enable_checkpointing": True} | options
+    trainer = make_trainer(tmp_path, *callbacks, callback, **options)
     trainer.fit(module, TinyData(), ckpt_path=ckpt_path)  # 4 batches an epoch
     return trainer
 

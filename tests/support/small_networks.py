@@ -7,8 +7,7 @@ from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.networks.uvit import UViT
-from support.golden import Z
-from support.golden_weights import fill_
+from support.golden import Z, fill_
 
 NETWORKS = {"unet": UNet, "uvit": UViT, "dit": DiT, "jit": JiT}
 KINDS = {

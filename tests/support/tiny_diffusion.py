@@ -55,3 +55,21 @@ def images(num, batch_size):
     pixels = torch.randint(0, 256, (num, 1, 8, 8), generator=generator, dtype=torch.uint8)
     index = torch.arange(num)
     return DataLoader(TensorDataset(pixels, index % NUM_CLASSES, index), batch_size=batch_size)
+
+
+class FixedOutput(nn.Module):
+    """Outputs the same tensor for every input."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, x, noise_label, condition):
+        return self.output
+
+
+def losses_of(output, x0, t, noise, step=None, **parts):
+    """(B,) losses of `per_sample_loss` where the network outputs `output`."""
+    shape = tuple(x0.shape[1:])
+    module = tiny_diffusion(network=FixedOutput(output), image_shape=shape, **parts)
+    return module.per_sample_loss(x0, None, t, noise, step)
