@@ -1,16 +1,13 @@
 """The tables of docs/results/digits-advice.md: advice_tables.py ADVICE.csv ABLATION.csv.
 
-An arm of ADVICE.csv is a piece of advice joined with a factor of the lr. ABLATION.csv adds runs of
-the baseline and of constant beta1. Printed as Markdown:
-- advice left in or out: FID at the end (geometric mean, lowest and highest seed), its ratio to the
-  baseline's (Welch on logs, 95%; p after Holm) and by seed (paired t);
-- how many runs were unstable at 1, 3 and 10 times the lr, which is the best of the optimizer;
-- constant beta1 crossed with the lr: FID at the end.
+An arm of ADVICE.csv is a piece of advice joined with a factor of the lr, of which 1 is the best of
+the optimizer. ABLATION.csv adds runs of the baseline and of constant beta1. A ratio of FIDs at the
+end is by Welch on logs (95%, p after Holm), "by seed" by a paired t-test.
 """
 
-import argparse
 import math
 import re
+import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from statistics import geometric_mean
@@ -25,15 +22,10 @@ from lit_diffusion.lab.compare.tables import format_fid, format_p
 
 @dataclass(frozen=True)
 class Run:
-    """The last FID of a run: the geometric mean over sets of samples, infinite without one.
-
-    And how steady its training losses were; None where not every step's is known.
-    """
-
     arm: str
     seed: str
-    last_fid: float
-    stability: Stability | None
+    last_fid: float  # geometric mean over sets of samples, infinite without one
+    stability: Stability | None  # of the training losses; None where not every step's is known
 
 
 Cells = dict[tuple[str, float], list[Run]]
@@ -57,8 +49,6 @@ def cell(arm: str) -> tuple[str, float]:
     parts = arm.split("+")
     factors = [float(match[1]) for p in parts if (match := re.search(r"-x([\d.]+)$", p))]
     names = [re.sub(r"-x[\d.]+$", "", p) for p in parts if not p.startswith("lr-x")]
-    if len(names) > 1 or len(factors) > 1 or not {*names} <= ADVICE.keys() | BETAS.keys():
-        raise ValueError(f"{arm} is no piece of advice with a factor of its lr.")
     return (*names, "baseline")[0], (*factors, 1.0)[0]
 
 
@@ -80,11 +70,9 @@ def cells(advice: list[Run], ablation: list[Run]) -> Cells:
     """The runs by advice and factor; of a seed that is in both files, the first."""
     in_advice = {(run.arm, run.seed) for run in advice}
     by_cell: Cells = defaultdict(list)
-    for run in advice:
+    constant = [run for run in ablation if run.arm in BETAS or run.arm == "baseline"]
+    for run in [*advice, *(r for r in constant if (r.arm, r.seed) not in in_advice)]:
         by_cell[cell(run.arm)].append(run)
-    for run in ablation:
-        if (run.arm in BETAS or run.arm == "baseline") and (run.arm, run.seed) not in in_advice:
-            by_cell[cell(run.arm)].append(run)
     return by_cell
 
 
@@ -119,7 +107,6 @@ def against(runs: list[Run], baseline: list[Run]) -> tuple[TTest | None, TTest |
 
 
 def print_advice(by_cell: Cells) -> None:
-    """At the best lr."""
     tests = {name: against(by_cell[name, 1], by_cell["baseline", 1]) for name in list(ADVICE)[1:]}
     p_values = [test.p if test else None for test, _ in tests.values()]
     corrected = dict(zip(tests, holm(p_values), strict=True))
@@ -133,7 +120,6 @@ def print_advice(by_cell: Cells) -> None:
 
 
 def print_stability(by_cell: Cells) -> None:
-    """At one, three and ten times the best lr."""
     rows = []
     for name in ADVICE:
         each = [by_cell[name, factor] for factor in (1.0, 3.0, 10.0)]
@@ -152,13 +138,7 @@ def print_momentum(by_cell: Cells) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("advice")
-    parser.add_argument("ablation")
-    args = parser.parse_args()
-    by_cell = cells(read(args.advice), read(args.ablation))
-    print_advice(by_cell)
-    print()
-    print_stability(by_cell)
-    print()
-    print_momentum(by_cell)
+    by_cell = cells(*map(read, sys.argv[1:]))
+    for print_part in (print_advice, print_stability, print_momentum):
+        print_part(by_cell)
+        print()

@@ -9,9 +9,6 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path | str) -> list[Row]:
-    """The rows of a file; none where there is no file."""
-    if not Path(path).is_file():
-        return []
     with Path(path).open() as file:
         return list(csv.DictReader(file))
 

@@ -4,7 +4,7 @@
   training digits, gives their label (and its share of the 360 held-out digits).
 - FID (digits-cnn) of 360 samples with the labels of the held-out digits against these: mean and
   standard deviation over 10 batches of seeds; beside it that of 360 real training digits with the
-  same labels, over 10 draws, and over 100, whose mean is known better.
+  same labels, over 10 draws and over 100.
 - memorising: r = d(sample, nearest training image) / d(that image, its own nearest neighbour);
   shares of the 3,600 samples with r < 0.5 and r < 1, beside those of the held-out digits.
 """

@@ -56,6 +56,7 @@ def versions() -> dict[str, str]:
 
 
 def measured(tiny: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    tiny = tiny or not torch.cuda.is_available()
     yield "versions", versions()
     size = 256 if tiny else 8192
     for name, dtype, precision in (
