@@ -209,8 +209,8 @@ class EmbeddedCNN(_SmallCNN):
 
     `digits-cnn` takes 8x8 grey digits, `patches-cnn` 32x32 colour crops of photographs. Both have
     64 features, so a few hundred images are enough. They were trained on the training split of
-    these data only (tests/benchmarks/train_classifiers.py). Such an FID is comparable only with
-    FIDs of the same protocol, never with published ones.
+    these data only (by tests/benchmarks/train_classifiers.py of commit 4282dab). Such an FID is
+    comparable only with FIDs of the same protocol, never with published ones.
 
     Raises:
         ValueError: For an unknown name.

@@ -52,10 +52,8 @@ class CountOperations(TorchDispatchMode):
         self.counts: dict[str, Counter[str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, counts = (
-            func.overloadpacket.__name__,
-            self.counts.setdefault(self.parts[-1], Counter()),
-        )
+        name = func.overloadpacket.__name__
+        counts = self.counts.setdefault(self.parts[-1], Counter())
         if not (func.is_view or name in NO_KERNEL):
             counts[name] += 1
         indices = args[1] if name in ("index", "index_put_") else ()
@@ -81,8 +79,8 @@ class CountOperations(TorchDispatchMode):
 class CountStep(Callback):
     """Counts the operations from the start of a batch to the start of the next."""
 
-    def __init__(self, adam: str) -> None:
-        self.mode, self.adam = CountOperations(), adam
+    def __init__(self) -> None:
+        self.mode = CountOperations()
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -95,7 +93,7 @@ class CountStep(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         for optimizer in trainer.optimizers:
-            optimizer.param_groups[0][self.adam] = True
+            optimizer.param_groups[0]["fused"] = True  # as `fit` has it on a GPU
             # The step contains the closure, and so the clipping.
             optimizer.register_step_pre_hook(lambda *_: self.mode.parts.append("optimizer"))
             optimizer.register_step_post_hook(lambda *_: self.mode.parts.pop() and None)
@@ -107,9 +105,9 @@ class CountStep(Callback):
             self.mode.__exit__(None, None, None)
 
 
-def count(config: str, adam: str, options: list[str]) -> dict[str, Counter[str]]:
+def count(config: str, options: list[str]) -> dict[str, Counter[str]]:
     """Operations by part and name."""
-    counter = CountStep(adam)
+    counter = CountStep()
 
     class CLI(RunCLI):
         def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -128,7 +126,7 @@ def count(config: str, adam: str, options: list[str]) -> dict[str, Counter[str]]
     return counter.mode.counts
 
 
-def print_table(config: str, counts: dict[str, Counter[str]], details: bool) -> None:
+def print_table(config: str, counts: dict[str, Counter[str]]) -> None:
     """A row for each part: operations, and among them copies and reads."""
     print(f"{config:<20} operations  copies  reads")
     total: Counter[str] = sum(counts.values(), Counter())
@@ -136,20 +134,14 @@ def print_table(config: str, counts: dict[str, Counter[str]], details: bool) -> 
         copies, reads = (sum(names[n] for n in kind) for kind in (COPIES, READS))
         operations = names.total() - names["_local_scalar_dense"]
         print(f"  {part:<18} {operations:10} {copies:7} {reads:6}")
-        if details:
-            print(f"    {', '.join(f'{name} {n}' for name, n in names.most_common())}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("configs", nargs="*", default=[*OPTIONS], metavar="CONFIG")
-    parser.add_argument("--details", action="store_true", help="also the operations by name")
     parser.add_argument("--precision", default="32-true")
-    text = "kernels of Adam; torch takes foreach on a GPU, and fit takes fused (default)"
-    parser.add_argument("--adam", default="fused", choices=["foreach", "fused"], help=text)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for config in arguments.configs:
         options = [*OPTIONS[config], f"--trainer.precision={arguments.precision}"]
-        counts = count(config, arguments.adam, options)
-        print_table(config, counts, arguments.details)
+        print_table(config, count(config, options))

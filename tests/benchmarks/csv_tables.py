@@ -13,18 +13,6 @@ def read_rows(path: Path | str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write a file; each row is on the disk before the next is computed."""
-    writer = None
-    with path.open("w") as file:
-        for row in rows:
-            if writer is None:
-                writer = csv.DictWriter(file, row, lineterminator="\n")
-                writer.writeheader()
-            writer.writerow(row)
-            file.flush()
-
-
 def group_rows(rows: Iterable[Row], *keys: str) -> dict[tuple[str, ...], list[Row]]:
     """Rows by their values of `keys`, in order of appearance."""
     groups: dict[tuple[str, ...], list[Row]] = {}

@@ -19,7 +19,7 @@ def by_data(folder: Path, name: str) -> dict[str, list[Row]]:
     return {data: rows for (data,), rows in group_rows(rows, "data").items()}
 
 
-def outside(figure: Figure, axes: Any, columns: int) -> None:
+def add_legend(figure: Figure, axes: Any, columns: int) -> None:
     """One legend below all panels."""
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
 
@@ -42,14 +42,12 @@ def draw_consistency(folder: Path) -> None:
         axes.set_yticks(list(at), [row["group"] for row in rows])
         axes.set(title=data, xlabel="PSNR (dB)")
         axes.grid(alpha=0.3)
-    outside(figure, panels[0], columns=2)
+    add_legend(figure, panels[0], columns=2)
     figure.savefig(folder / "stability-consistency.png", dpi=110)
 
 
 def draw_levels(folder: Path) -> None:
     levels, decided = by_data(folder, "levels"), by_data(folder, "decided")
-    if not decided:
-        return
     figure = Figure(figsize=(12, 3.6 * len(levels)), layout="constrained")
     panels = figure.subplots(len(levels), 3, squeeze=False)
     for row, data in zip(panels, levels, strict=True):
@@ -128,7 +126,7 @@ def draw_lines(folder: Path) -> None:
             axes.set(title=f"{data}, {kind}, {loss}", yscale=scale, xlabel="alpha")
             axes.grid(alpha=0.3)
         row[0].set_ylabel("loss")
-    outside(figure, panels[0][0], columns=3)
+    add_legend(figure, panels[0][0], columns=3)
     figure.savefig(folder / "stability-lines.png", dpi=100)
 
 

@@ -1,14 +1,13 @@
-"""The tables of docs/results/stability.md: stability_tables.py docs/results/stability-*.csv
+"""Tables of docs/results/{stability,backbones,guidance}.md: study_tables.py FILE.csv ...
 
-Printed as Markdown. A table of consistency has the PSNR of Eq. 1 with an interval over models, one
-of structure a row a level, and one of early measures their rank correlation with speed.
+Printed as Markdown; a column of the file says which study it is of.
 """
 
 import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean
+from statistics import fmean, mean, stdev
 from typing import Any
 
 import numpy as np
@@ -89,16 +88,50 @@ def summarize_early(rows: list[Row]) -> Iterator[Row]:
         yield {"after 100 steps": name, "rho": f"{rho:.2f}", "p": f"{p:.2f}"}
 
 
+def means(rows: list[Row], *names: str) -> list[float]:
+    return [fmean(float(row[name]) for row in rows) for name in names]
+
+
+def summarize_backbones(rows: list[Row]) -> Iterator[Row]:
+    """Means over seeds of each network, and its FID beside the U-Net's that predicts the same."""
+    kinds = group_rows(rows, "predicts", "arm")
+    for (predicts, arm), runs in kinds.items():
+        fids = [float(run["fid"]) for run in runs]
+        spread = f" +- {stdev(fids):.3g}" if len(fids) > 1 else ""
+        (usual,) = means(kinds[predicts, "baseline"], "fid")
+        fid, pixels, recognised = means(runs, "fid", "pixels", "recognised")
+        sizes = means(runs, "parameters", "steps", "images_per_second")
+        parameters, steps, per_second = (f"{size:,.0f}" for size in sizes)
+        yield {
+            **{"network": arm, "predicts": predicts, "lr": runs[0]["lr"]},
+            **{"parameters": parameters, "steps": steps, "FID": f"{fid:.3g}{spread}"},
+            **{"beside the U-Net's": f"{fid / usual:.2f}", "pixels": f"{pixels:.3g}"},
+            **{"recognised": f"{recognised:.1%}", "images/s": per_second},
+        }
+
+
+def summarize_guidance(rows: list[Row]) -> Iterator[Row]:
+    """Means over sets of samples, with the standard deviation of FID."""
+    names = ("FID", "held-out", "precision", "recall", "recognised")
+    for (guidance,), sets in group_rows(rows, "guidance").items():
+        row = {name: f"{mean:.3f}" for name, mean in zip(names, means(sets, *names), strict=True)}
+        row["FID"] += f" +- {stdev(float(each['FID']) for each in sets):.3f}"
+        yield {"guidance": guidance, **row}
+
+
 SUMMARIES = {
     "alpha": summarize_lines,
     "all_pairs": summarize_consistency,
     "psnr_to_image": summarize_structure,
     "self_consistency": summarize_early,
+    "images_per_second": summarize_backbones,
+    "guidance": summarize_guidance,
 }
 """How a table is condensed, by a column that only its file has."""
 
 
 def cell(value: Any) -> str:
+    """Three digits of numbers."""
     try:
         return str(value) if str(value).isdigit() else f"{float(value):.3g}"
     except ValueError:
@@ -108,7 +141,8 @@ def cell(value: Any) -> str:
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         rows = read_rows(name)
-        for column, summarize in SUMMARIES.items():
-            rows = list(summarize(rows)) if column in rows[0] else rows
-        print_table(list(rows[0]), [[cell(value) for value in row.values()] for row in rows])
+        (summarize,) = [SUMMARIES[key] for key in rows[0] if key in SUMMARIES] or [iter]
+        text = str if summarize in (summarize_backbones, summarize_guidance) else cell
+        rows = list(summarize(rows))
+        print_table(list(rows[0]), [[text(value) for value in row.values()] for row in rows])
         print()
