@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from controls_table import ratio
+from arms_table import ratio
 from csv_tables import print_table, read_rows
 
 from lit_diffusion.lab.compare.curves import Stability, read_arms

@@ -1,9 +1,12 @@
+from collections import defaultdict
+
 import pytest
 import torch
 from jsonargparse import ArgumentError, ArgumentParser
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule
 from support.count_images import count_images
 from support.pictures import class_folders
+from support.plain_module import make_trainer
 from support.spawn import spawn
 from torch import nn
 
@@ -32,7 +35,7 @@ class Recorder(LightningModule):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(()))
-        self.batches = {"train": [], "val": [], "test": [], "predict": []}
+        self.batches = defaultdict(list)
 
     def training_step(self, batch, batch_idx):
         self.batches["train"].append(batch)
@@ -51,18 +54,13 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def trainer(**kwargs):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **kwargs)
-
-
 def places(batches):
     return torch.cat([index for _, _, index in batches]).tolist()
 
 
 def test_fit_shuffles_anew_every_epoch_and_validates_each_image_once():
-    module = Recorder()
-    trainer(max_epochs=2, num_sanity_val_steps=0).fit(module, Digits(batch_size=200, seed=0))
+    module, data = Recorder(), Digits(batch_size=200, seed=0)
+    make_trainer(None, max_epochs=2, num_sanity_val_steps=0).fit(module, data)
     batches = module.batches["train"]
     assert {len(images) for images, _, _ in batches} == {200}
     epochs = places(batches[:7]), places(batches[7:])
@@ -75,7 +73,7 @@ def test_fit_shuffles_anew_every_epoch_and_validates_each_image_once():
 @pytest.mark.parametrize(("data", "label"), [(Digits, lambda s: s % 10), (Pictures, lambda s: -1)])
 def test_predict_yields_each_seed_once_with_its_label(data, label):
     module = Recorder()
-    trainer().predict(module, data(batch_size=8, num_predict=21), return_predictions=False)
+    make_trainer(None).predict(module, data(batch_size=8, num_predict=21), return_predictions=False)
     seeds, labels = (torch.cat(part) for part in zip(*module.batches["predict"], strict=True))
     assert seeds.tolist() == list(range(21))
     assert labels.tolist() == [label(seed) for seed in range(21)]
@@ -95,12 +93,12 @@ class InParts(Pictures):
 
 def test_a_condition_may_have_parts():
     module, data = Recorder(), InParts(batch_size=4, num_predict=7)
-    trainer(max_epochs=1).fit(module, data)
+    make_trainer(None, max_epochs=1).fit(module, data)
     for _, condition, index in module.batches["train"] + module.batches["val"]:
         assert isinstance(condition, tuple)
         pairs = zip(condition, data.condition_of(index), strict=True)
         assert all(torch.equal(*parts) for parts in pairs)
-    trainer().predict(module, data, return_predictions=False)
+    make_trainer(None).predict(module, data, return_predictions=False)
     seeds, conditions = zip(*module.batches["predict"], strict=True)
     assert torch.cat(seeds).tolist() == list(range(7))
     values, is_present = (torch.cat(part) for part in zip(*conditions, strict=True))
@@ -112,7 +110,7 @@ def test_a_condition_may_have_parts():
 def test_predict_needs_no_data(tmp_path):
     train = str(class_folders(tmp_path, each=1))
     module, absent = Recorder(), ImageFolder(train, val=str(tmp_path / "no"), image_size=8)
-    trainer().predict(module, absent, return_predictions=False)
+    make_trainer(None).predict(module, absent, return_predictions=False)
     assert module.batches["predict"]
 
 
@@ -160,15 +158,6 @@ def test_training_follows_the_seed_and_nothing_else_does(make, tmp_path):
     assert a.fingerprint("train") != a.fingerprint("val")
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_a_data_module_is_restored_from_plain_hyperparameters(make, tmp_path):
-    data = make(tmp_path, seed=1)
-    torch.save(dict(data.hparams), tmp_path / "hparams.pt")
-    again = type(data)(**torch.load(tmp_path / "hparams.pt", weights_only=True))
-    assert again.fingerprint("val") == data.fingerprint("val")
-    assert (again.batch_size, again.seed) == (data.batch_size, 1)
-
-
 def test_a_config_reaches_the_arguments_of_all_base_classes():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(LightningDataModule, "data")
@@ -187,14 +176,6 @@ def test_without_a_seed_the_run_decides(monkeypatch):
     assert Digits(seed=2).seed == 2
     monkeypatch.delenv("PL_GLOBAL_SEED")
     assert Digits().seed == 0
-
-
-@pytest.mark.parametrize("num_replicas", [1, 7])
-def test_processes_see_each_image_once_in_any_epoch(num_replicas):
-    loaders = [Digits(batch_size=7).in_order("val", num_replicas, r) for r in range(num_replicas)]
-    for rank, loader in enumerate(loaders):
-        loader.sampler.set_epoch(3)
-        assert places(loader) == list(range(rank, 360, num_replicas))
 
 
 @pytest.mark.system
@@ -231,7 +212,7 @@ def test_the_split_that_is_tested_is_named(caplog):
     for data, length in ((Held(), 1437), (Digits(), 360)):
         module = Recorder()
         caplog.clear()
-        trainer().test(module, data, verbose=False)
+        make_trainer(None).test(module, data, verbose=False)
         assert places(module.batches["test"]) == list(range(length))
         assert ("this is the validation split" in caplog.text) == (length == 360)
     with pytest.raises(ValueError, match="also for testing"):

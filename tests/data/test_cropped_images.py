@@ -8,11 +8,7 @@ from PIL import Image
 from sklearn.datasets import load_sample_image
 from support.pictures import picture
 
-from lit_diffusion.data.cropped_images import (
-    CroppedImages,
-    center_crop,
-    random_crop,
-)
+from lit_diffusion.data.cropped_images import CroppedImages, center_crop, random_crop
 
 
 def box(x):
@@ -51,8 +47,7 @@ def reference_crop(pixels, size):
     return pixels[top : top + size, left : left + size]
 
 
-@pytest.mark.parametrize("size", [32, 100, 500])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("size", "turned"), [(32, False), (100, True), (500, False)])
 def test_centre_crop_equals_an_independent_implementation(size, turned):
     pixels = load_sample_image("china.jpg")
     pixels = np.ascontiguousarray(pixels.transpose(1, 0, 2)) if turned else pixels
@@ -89,12 +84,6 @@ def test_random_crops_reach_both_ends_of_the_longer_side():
     assert left.min() < 6
     assert left.max() > 94
     assert abs(left.mean() - 55) < 4 * 32 / math.sqrt(400)  # uniform up to 200 minus the span
-
-
-def test_a_random_crop_is_a_function_of_its_key():
-    image = gradient(200, 100)
-    assert random_crop(image, 50, 1, 2).tobytes() == random_crop(image, 50, 1, 2).tobytes()
-    assert len({random_crop(image, 50, i).tobytes() for i in range(30)}) > 25
 
 
 INDEX = list(range(6))
@@ -136,9 +125,8 @@ def test_flips_mirror_the_crop_in_training_only():
     assert 0 < mirrored < 24
 
 
-@pytest.mark.parametrize("flip", [False, True])
-def test_random_crops_differ_from_epoch_to_epoch_and_not_from_run_to_run(flip):
-    options = {"random_crop": True, "flip": flip, "seed": 0}
+def test_random_crops_differ_from_epoch_to_epoch_and_not_from_run_to_run():
+    options = {"random_crop": True, "flip": True, "seed": 0}
     assert torch.equal(views(1, **options), views(1, **options))
     assert (views(1, **options) != views(2, **options)).flatten(1).any(1).all()
     assert (views(1, **options) != views(1, **options | {"seed": 1})).flatten(1).any(1).all()

@@ -54,8 +54,8 @@ def folder(root, val, **kwargs):
     return ImageFolder(str(root), val, 16, num_workers=0, **kwargs)
 
 
-def check(root, channels=3, strict=True, full=True, image_size=16):
-    requirements = Requirements(image_size, channels, strict, full)
+def check(root, strict=True, full=True, image_size=16):
+    requirements = Requirements(image_size, 3, strict, full)
     listing = list_images(root, list_class_folders(root))
     check_images(listing, requirements, root.parent / "cache", threads=2)
 
@@ -87,27 +87,14 @@ def test_odd_files_are_named_and_converted_only_on_demand_and_without_loss(root,
     message = rf"1 of 7 files .*{option}: b/{name} (cannot|has|is)"
     with pytest.raises(ValueError, match=message):
         check(root)
+    if "truncated" in name:
+        check(root, full=False)
     if name in CONVERTIBLE:
         check(root, strict=False)
         assert folder(root, root, strict=False).images("train").shape == (7, 3, 16, 16)
     else:
         with pytest.raises(ValueError, match=f"b/{name}"):
             check(root, strict=False)
-
-
-def test_only_a_full_check_finds_truncated_files(root):
-    truncate(save(root / "a" / "odd.jpg", size=(200, 200)))
-    check(root, full=False)
-    with pytest.raises(ValueError, match=r"a/odd\.jpg cannot be read"):
-        check(root, full=True)
-
-
-def test_ten_bad_files_are_named_and_the_others_counted(root):
-    for i in range(13):
-        (root / "a" / f"bad{i:02}.png").touch()
-    with pytest.raises(ValueError, match=r"13 of 19 files .*bad09\.png.*, and 3 more") as caught:
-        check(root)
-    assert "bad10.png" not in str(caught.value)
 
 
 def test_a_folder_that_passed_is_not_read_again_until_it_or_the_requirements_change(root, caplog):
@@ -143,13 +130,11 @@ def test_files_are_sorted_and_labelled_by_their_class_folder(root):
 
 
 def test_missing_empty_and_unknown_folders_are_named(root, tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        list_class_folders(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no images"):
-        list_images(tmp_path / "empty", ())
     with pytest.raises(ValueError, match="empty holds no images"):
         _ = folder(tmp_path / "empty", 1).num_classes
+    with pytest.raises(ValueError, match=r"channels must be 1 .* got 5"):
+        folder(root, 1, channels=5)
     for train, val, option in (("nowhere", root, "train"), (root, "nowhere", "val")):
         with pytest.raises(FileNotFoundError, match=rf"--data\.{option}: .* nowhere .here: /"):
             folder(train, val).prepare_data()
@@ -212,19 +197,15 @@ def test_held_out_images_are_no_training_images_and_always_the_same(root):
             folder(root, num).images("val")
 
 
-def test_bad_files_of_either_split_are_named_before_training(root, val):
-    truncate(save(val / "a" / "odd.jpg", size=(90, 90)))
-    with pytest.raises(ValueError, match=r"val.*a/odd\.jpg cannot be read"):
-        folder(root, val).prepare_data()
-    with pytest.raises(ValueError, match=r"odd\.jpg"):
-        folder(root, val).images("train")  # also where nobody called prepare_data
-
-
-def test_a_file_that_breaks_after_the_check_is_named_when_it_is_read(root, val):
+def test_files_that_break_are_named_before_training_and_when_they_are_read(root, val):
     dataset = folder(root, val).dataset("train")
     truncate(root / "b" / "0.png")
     with pytest.raises(ValueError, match=r"b/0\.png is damaged or no image"):
         dataset[3]
+    truncate(save(val / "a" / "odd.jpg", size=(90, 90)))
+    for check in (folder(root, 2).prepare_data, lambda: folder(val, val).images("train")):
+        with pytest.raises(ValueError, match=r"(b/0\.png|a/odd\.jpg) cannot be read"):
+            check()
 
 
 def test_the_fingerprint_follows_files_and_crop_but_not_the_place_of_the_folder(root, tmp_path):
@@ -248,18 +229,6 @@ def test_nothing_is_written_into_the_data(root, tmp_path, monkeypatch):
     assert data.folder("train") == root
     assert all(path.suffix == ".png" for path in root.rglob("*") if path.is_file())
     assert list((tmp_path / "cache" / "lit-diffusion").iterdir())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"channels": 5}, r"channels must be 1 \(grey\), 3 \(RGB\), 2 or 4 \(with alpha\), got 5"),
-        ({"image_size": 0}, "image_size must be >= 1, got 0"),
-    ],
-)
-def test_wrong_arguments_are_refused(root, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ImageFolder(**{"train": str(root), "val": 1, "image_size": 16} | arguments)
 
 
 def test_files_are_loaded_by_several_processes_by_default(root):
@@ -290,19 +259,17 @@ def test_imagenet_is_read_from_its_two_folders_and_converted(imagenet):
     file = Image.open(imagenet / "val" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG")
     assert torch.equal(images[2], pil_to_tensor(center_crop(file, 32)))
     assert labels.tolist() == [0, 0, 1, 1]
-    for number, options in enumerate(({"mode": "L"}, {"mode": "CMYK"}, {"size": (20, 20)})):
-        save(imagenet / "train" / WNIDS[0] / f"odd{number}.JPEG", **options)
+    save(imagenet / "train" / WNIDS[0] / "odd.JPEG", mode="CMYK", size=(20, 20))
     data = ImageNet(str(imagenet), image_size=32, num_workers=0)
-    assert data.images("train").shape == (7, 3, 32, 32)
+    assert data.images("train").shape == (5, 3, 32, 32)
 
 
 def test_imagenet_refuses_other_folders_than_its_classes(tmp_path, imagenet):
     with pytest.raises(FileNotFoundError, match="train"):
         ImageNet(str(tmp_path), 32).prepare_data()
     class_folders(tmp_path / "train")
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"such as n01440764 in .*train, got a"):
-            ImageNet(str(tmp_path), 32).prepare_data()
+    with pytest.raises(ValueError, match=r"such as n01440764 in .*train, got a"):
+        ImageNet(str(tmp_path), 32).prepare_data()
     shutil.rmtree(imagenet / "val")
     save(imagenet / "val" / "ILSVRC2012_val_00000001.JPEG")
     save(imagenet / "val" / "ILSVRC2012_val_00000002.JPEG")

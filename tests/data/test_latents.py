@@ -10,7 +10,6 @@ from support.tiny_diffusion import TinyNetwork, tiny_diffusion
 
 from lit_diffusion.callbacks import EMA
 from lit_diffusion.codecs import PixelCodec
-from lit_diffusion.data import latents as latents_file
 from lit_diffusion.data.latents import LatentIndex, Latents
 from lit_diffusion.solvers import DDIM
 
@@ -97,23 +96,6 @@ def test_folders_that_do_not_fit_together_are_refused(tmp_path, name, value):
         Latents(train, val).check()
 
 
-def test_a_row_is_read_and_not_the_file(tmp_path, monkeypatch):
-    rows, map_moments = [], latents_file._map_moments
-
-    class Shard:
-        def __init__(self, path):
-            self.path = path
-
-        def __getitem__(self, row):
-            rows.append(row)
-            return map_moments(self.path)[row]
-
-    monkeypatch.setattr(latents_file, "_map_moments", Shard)
-    data = Latents(write(tmp_path / "a"), val=3, num_workers=0)
-    data.dataset("train").fetch([0, 0], [4, 1])
-    assert [type(row) for row in rows] == [int, int]
-
-
 def test_what_is_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="write latents there with `lit-diffusion encode"):
         Latents(str(tmp_path / "none"), val=2).check()
@@ -162,17 +144,10 @@ def module():
     return tiny_diffusion(**latents, num_classes=2, solver=DDIM(2, clip=False))
 
 
-class OtherCodec(MeanCodec):
-    sha256 = "b" * 64
-
-
-@pytest.mark.parametrize(("codec", "ours"), [(OtherCodec(), "b" * 64), (PixelCodec(), "None")])
-def test_a_codec_that_did_not_encode_them_is_refused(tmp_path, codec, ours):
-    data = Latents(write(tmp_path / "a"), val=3, batch_size=4, num_workers=0)
-    other = module()
-    other.codec = codec
-    with pytest.raises(ValueError, match=f"SHA-256 {'a' * 64}.* with {ours}"):
-        make_trainer(tmp_path, max_steps=1).fit(other, data)
+def test_a_codec_that_did_not_encode_them_is_refused(tmp_path):
+    data = Latents(write(tmp_path / "a", vae_sha256="b" * 64), val=3, batch_size=4, num_workers=0)
+    with pytest.raises(ValueError, match=f"SHA-256 {'b' * 64}.* with {'a' * 64}"):
+        make_trainer(tmp_path, max_steps=1).fit(module(), data)
 
 
 def fit(folder, latents, *extra, workers=0, **options):

@@ -34,14 +34,6 @@ def test_pixels_and_labels_are_those_of_the_files(root):
     assert torch.equal(half.images("val"), data.images("val"))
 
 
-def test_files_are_preferred_to_a_processed_folder_of_old_versions(root):
-    old = root / "MNIST" / "processed"
-    old.mkdir()
-    for name in ("training.pt", "test.pt"):
-        torch.save(digits(50, seed=1), old / name)
-    assert torch.equal(MNIST(str(root)).images("train"), digits(50, seed=50)[0])
-
-
 def test_clothes_are_read_from_a_folder_of_their_own(tmp_path):
     write(tmp_path, train=30, val=10)
     data = FashionMNIST(str(tmp_path))
@@ -55,23 +47,20 @@ def test_clothes_are_read_from_a_folder_of_their_own(tmp_path):
 
 def test_without_a_network_missing_files_are_named(root, tmp_path_factory):
     (root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").unlink()
-    (root / "file").touch()
     empty = tmp_path_factory.mktemp("other") / "empty"
     for folder, missing in (
         (root, rf"{root}/MNIST/raw: t10k-labels-idx1-ubyte missing"),
-        (root / "file", r"train-images-idx3-ubyte, .* missing"),
         (empty, rf"{empty}/MNIST/raw: train-images-idx3-ubyte, .* missing"),
     ):
         data = MNIST(str(folder))
         assert "needs a network" in data.pending_setup()
         assert not empty.exists()
-        with pytest.raises(FileNotFoundError, match=missing) as caught:
+        with pytest.raises(FileNotFoundError, match=missing):
             data.prepare_data()
-        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"])
-@pytest.mark.parametrize("content", [b"", b"no digits at all", "cut", "val"])
+@pytest.mark.parametrize("content", [b"", "cut", "val"])
 def test_damaged_files_and_those_of_another_split_are_refused(root, name, content):
     path = root / "MNIST" / "raw" / name
     if content == "cut":

@@ -11,7 +11,6 @@ import yaml
 from PIL import Image
 from support.bucket import bucket
 from support.commands import call
-from support.count_images import count_images
 from support.pictures import class_folders, picture
 from support.resuming import Recipe, assert_undisturbed, resume_on_two_ranks
 from support.small_digits import small_digits
@@ -141,16 +140,6 @@ def test_a_run_that_died_on_two_ranks_ends_as_one_that_did_not(tmp_path):
     spawn(resume_on_two_ranks, 2, tmp_path, 8, 1, open_digits(str(tmp_path / "set")))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_train_on_each_picture_at_most_once_an_epoch_and_validate_each_once(tmp_path, ranks):
-    shares = spawn(count_images, ranks, tmp_path, write(tmp_path / "set", solid(range(13))), 4)
-    assert sorted(place for share in shares for place in share["validate"]) == list(range(13))
-    for epoch in range(2):
-        trained = [place for share in shares for place in share["train"][epoch]]
-        assert len(set(trained)) == len(trained) == 12
-
-
 def test_what_holds_no_set_is_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"none holds no index.json: write a set there"):
         StreamedImages(str(tmp_path / "none"), 2, 16).prepare_data()
@@ -188,7 +177,7 @@ def edit_index(folder, edit):
         ([1] * 9, {}, "has no 'image', but int: samples must be dictionaries"),
         ([{**s, "label": 2} for s in SOLID], {"num_classes": 2}, r"has the label 2, .* \[0, 2\)"),
         ([{**s, "label": "a"} for s in SOLID], {"num_classes": 2}, "has the label 'a'"),
-        (SOLID, {"image_size": 3}, "is only 2 pixels on its shorter side, less than 3"),
+        (SOLID, {"image_size": 3}, "is only 2 pixels .* less than 3"),
         (SOLID, {"channels": 3}, "has mode L, not RGB: .*strict=false"),
         (SOLID, {"val": 9}, "val=9 images cannot be held out of the 9"),
         ([{"image": {1, 2}}] * 9, {}, "samples of the format 'pickle'"),
@@ -280,14 +269,8 @@ def test_the_settings_shown_train(folder, capfd):
     settings = yaml.safe_load(file_of_page("faces.yaml"))
     arguments = settings["data"]["init_args"]
     digits(folder / "set")
-    arguments |= {
-        "train": "set",
-        "val": "set",
-        "image_size": 8,
-        "num_classes": 10,
-        "num_workers": 1,
-    }
-    arguments |= {"channels": 1, "batch_size": 64}
+    arguments |= {"train": "set", "val": "set", "image_size": 8, "num_classes": 10}
+    arguments |= {"channels": 1, "batch_size": 64, "num_workers": 1}
     (folder / "small.yaml").write_text(json.dumps(small_digits(2, limit_val_batches=1)))
     (folder / "faces.yaml").write_text(json.dumps(settings))
     command = "fit --config small.yaml --config faces.yaml"
@@ -305,11 +288,5 @@ def test_the_script_shown_writes_a_set_of_a_folder(folder):
     data = StreamedImages("chunks", "chunks", 16, num_classes=2, num_workers=0)
     data.prepare_data()
 
-    def pairs(data):
-        return [
-            (label, image.tolist())
-            for images, labels, _ in data.in_order("val")
-            for image, label in zip(images, labels.tolist(), strict=True)
-        ]
-
-    assert sorted(pairs(data)) == sorted(pairs(files))
+    for ours, theirs in zip(data.in_order("val"), files.in_order("val"), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

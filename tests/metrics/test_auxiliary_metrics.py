@@ -10,7 +10,7 @@ from lit_diffusion.metrics.auxiliary_metrics import (
     FeatureComparison,
     build_auxiliary_metrics,
 )
-from lit_diffusion.metrics.extractors import Pixels, RandomCNN
+from lit_diffusion.metrics.extractors import Pixels
 from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.metrics.images import ImageSet
 from lit_diffusion.metrics.reference import Scorer, measure_reference
@@ -126,22 +126,6 @@ def test_a_large_set_is_represented_by_evenly_spaced_images(tmp_path, monkeypatc
     assert score(metrics, others)[1]["pixel recall"] != first["pixel recall"]
 
 
-def test_extractors_of_one_and_of_three_channels_share_a_cache(tmp_path):
-    """Grey as colour has every feature of the pixels three times."""
-    real, others = (ImageSet(n, TensorDataset(x)) for n, x in (("train", TRAIN), ("val", VAL)))
-    samples, values = random_images(100, 6, size=8), []
-    for channels in (1, 3):
-        protocol = RandomCNN(channels)
-        scorer = Scorer(protocol, protocol.build(), torch.device("cpu"), batch_size=64)
-        settings = (real, others, 100, tmp_path, None)
-        fid = FeatureComparison("", scorer, measure_reference(scorer, *settings))
-        values.append(score(build_auxiliary_metrics(fid, *settings), samples)[1])
-    for name in ("pixels", "pixels floor"):
-        assert values[1][name] == pytest.approx(3 * values[0][name])
-    for name in ("pixel precision", "pixel recall", "memorized"):
-        assert values[1][name] == pytest.approx(values[0][name], abs=0.02)
-
-
 def test_floors_are_of_images_with_the_labels_of_the_samples(tmp_path):
     mixed, same = (
         {each.name: each.reference.floor for each in build(tmp_path, num=60, labels=x).comparisons}
@@ -153,12 +137,9 @@ def test_floors_are_of_images_with_the_labels_of_the_samples(tmp_path):
 def test_a_broken_file_of_features_is_named(tmp_path):
     build(tmp_path)
     path = next(tmp_path.glob("pixels-*-features-*.npy"))
-    for size in (200, 0):
-        path.write_bytes(path.read_bytes()[:size])
-        with pytest.raises(
-            ValueError, match=rf"{path.name} is damaged or no file of features .*delete it"
-        ):
-            build(tmp_path)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=f"{path.name} is damaged .*delete it"):
+        build(tmp_path)
 
 
 def test_without_finite_features_precision_and_recall_are_left_out(tmp_path):

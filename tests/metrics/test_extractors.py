@@ -50,20 +50,13 @@ def distance(protocol, fake, real):
 # Protocols by name
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "attribute"),
-    [
-        ("EmbeddedCNN", {"name": "digits-cnn"}, "name"),
-        ("InceptionV3Compat", {"weights_path": "w"}, "weights_path"),
-    ],
-)
-def test_a_config_may_name_a_protocol_or_its_class(name, arguments, attribute):
+def test_a_config_may_name_a_protocol_or_its_class():
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--extractor", type=FIDProtocol | str)
-    path = f"lit_diffusion.metrics.extractors.{name}"
-    spec = {"class_path": path, "init_args": arguments}
+    path = "lit_diffusion.metrics.extractors.InceptionV3Compat"
+    spec = {"class_path": path, "init_args": {"weights_path": "w"}}
     protocol = parser.instantiate(parser.parse_object({"extractor": spec})).extractor
-    assert getattr(protocol, attribute) == arguments[attribute]
+    assert protocol.weights_path == "w"
     assert parser.parse_object({"extractor": "digits-cnn"}).extractor == "digits-cnn"
 
 
@@ -192,7 +185,7 @@ def mirror(tmp_path, monkeypatch):
     return (tmp_path / "mirror.pth").as_uri()
 
 
-def test_weights_are_fetched_once_to_where_the_protocol_looks(mirror, tmp_path):
+def test_weights_are_fetched_once_to_where_the_protocol_looks(mirror, tmp_path, monkeypatch):
     with pytest.raises(ConnectionError, match=str(inception_path())):
         fetch_weights(url="file:///nowhere.pth")
     assert fetch_weights(url=mirror) == inception_path()
@@ -206,9 +199,7 @@ def test_weights_are_fetched_once_to_where_the_protocol_looks(mirror, tmp_path):
     path.unlink()
     with pytest.raises(FileNotFoundError, match=rf"{path}.*lit-diffusion fetch-weights"):
         require_sha256(path, "0" * 64, extractors.FETCH_HINT)
-
-
-def test_another_file_than_the_expected_one_is_refused_and_not_kept(mirror, tmp_path, monkeypatch):
+    inception_path().unlink()
     monkeypatch.setattr(extractors, "INCEPTION_SHA256", "0" * 64)
     with pytest.raises(ValueError, match="nothing was kept"):
         fetch_weights(url=mirror)
@@ -216,14 +207,13 @@ def test_another_file_than_the_expected_one_is_refused_and_not_kept(mirror, tmp_
 
 
 @pytest.mark.parametrize("kind", [Pixels, RandomCNN])
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("size", [1, 8, 65])
+@pytest.mark.parametrize(("channels", "size"), [(1, 1), (3, 8), (1, 65)])
 def test_images_of_any_size_give_finite_features_and_say_how_many(kind, channels, size):
     extractor = kind(channels).build()
     features = extractor(random_images(5, 0, channels, size))
     assert features.shape == (5, extractor.num_features)
     assert features.isfinite().all()
-    assert features.std(0).min() > 0 or kind is RandomCNN  # of which some units may be dead
+    assert features.std(0).max() > 0
 
 
 def test_pixels_are_means_over_areas():
@@ -244,16 +234,8 @@ def test_an_untrained_network_is_the_same_wherever_it_is_built():
     torch.manual_seed(6)
     assert torch.equal(RandomCNN(3).build()(images), features)
     assert first.sha256 == RandomCNN(3).sha256 != RandomCNN(1).sha256
+    assert Pixels(1).sha256 != Pixels(3).sha256
     assert first.sha256 != hashlib.sha256().hexdigest()
-
-
-def test_an_untrained_network_sees_what_the_means_of_areas_hide():
-    stripes = torch.zeros(1, 1, 32, 32, dtype=torch.uint8)
-    stripes[..., ::2] = 200
-    flat = torch.full_like(stripes, 100)
-    torch.testing.assert_close(*(Pixels(1).build()(each) for each in (stripes, flat)))
-    a, b = (RandomCNN(1).build()(each) for each in (stripes, flat))
-    assert (a - b).norm() > 0.1 * a.norm()
 
 
 def test_channels_are_matched_where_no_colour_is_lost_or_invented():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from measure import device, free_memory, synchronize
-from ours import AMP_DTYPES, CONFIGS, TINY, loss_of
+from ours import CONFIGS, TINY, loss_of
 from turns import Body, Channel
 
 from lit_diffusion.cli.main import main
@@ -33,7 +33,7 @@ class Run:
     """Settings of the fit of this process, for the callback that the command line builds."""
 
     channel: Channel
-    precision: str
+    mixed: bool  # bf16-mixed, else 32-true
     block: int = 10
     blocks: int = 7  # of each kind, of which the first is not counted
 
@@ -53,19 +53,19 @@ def fits(tiny: bool) -> dict[str, Body]:
         cifar10 += [f"--model.init_args.network.init_args.{k}={v}" for k, v in sizes.items()]
         cifar10 += ["--data.init_args.batch_size=4"]
     return {
-        "CIFAR-10, bf16-mixed, compiled": fit(cifar10, "bf16", compiles=True, tiny=tiny),
-        "digits, 32-true, eager": fit(digits, "fp32", compiles=False, tiny=tiny),
-        "CIFAR-10, bf16-mixed, eager": fit(cifar10, "bf16", compiles=False, tiny=tiny),
-        "digits, 32-true, compiled": fit(digits, "fp32", compiles=True, tiny=tiny),
+        "CIFAR-10, bf16-mixed, compiled": fit(cifar10, mixed=True, compiles=True, tiny=tiny),
+        "digits, 32-true, eager": fit(digits, mixed=False, compiles=False, tiny=tiny),
+        "CIFAR-10, bf16-mixed, eager": fit(cifar10, mixed=True, compiles=False, tiny=tiny),
+        "digits, 32-true, compiled": fit(digits, mixed=False, compiles=True, tiny=tiny),
     }
 
 
-def fit(options: list[str], precision: str, compiles: bool, tiny: bool) -> Body:
+def fit(options: list[str], mixed: bool, compiles: bool, tiny: bool) -> Body:
     """The body of a process that fits with the default callbacks and those of a config."""
 
     def body(channel: Channel) -> None:
         global run
-        run = Run(channel, precision)
+        run = Run(channel, mixed)
         if tiny:
             run.block, run.blocks = 2, 3
         common = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}"]
@@ -111,7 +111,6 @@ class Alternate(Callback):
         images = trainer.datamodule.load("train").images
         images = images.pin_memory() if torch.cuda.is_available() else images
         batch = trainer.datamodule.batch_size
-        dtype = AMP_DTYPES[run.precision]
 
         def step() -> None:
             batch_images = images[torch.randint(0, len(images), (batch,))]
@@ -119,7 +118,7 @@ class Alternate(Callback):
             labels = None
             if module.num_classes:
                 labels = torch.randint(0, module.num_classes, (batch,), device=module.device)
-            with torch.autocast(device().type, dtype, enabled=dtype is not None):
+            with torch.autocast(device().type, torch.bfloat16, enabled=run.mixed):
                 loss = loss_of(module, x, labels)
             optimizer.zero_grad()
             loss.backward()

@@ -65,25 +65,18 @@ class Rows:
 
 @dataclass
 class Step:
-    """What is timed: a call that works on so many images."""
+    """A call that works on so many images, in its process; it is timed when its turn comes."""
 
     run: Callable[[], Any]
     images: int
     release: Callable[[], None] = lambda: None  # gives memory back that the next call allocates
     counts_flops: bool = False  # whether it is eager, with operations that torch can count
 
-
-class Turns:
-    """A step in its process, which is timed when its turn comes."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-
     def serve(self, channel: Channel) -> None:
         """Do the step once, say so, and answer requests for ever."""
-        with _one_at_a_time() if self.step.counts_flops else nullcontext():
+        with _one_at_a_time() if self.counts_flops else nullcontext():
             start = time.perf_counter()
-            while not _fits(self.step.run):  # others may hold the memory for a moment
+            while not _fits(self.run):  # others may hold the memory for a moment
                 self.free_memory()
                 time.sleep(random.uniform(0.5, 2))
             synchronize()
@@ -99,57 +92,49 @@ class Turns:
             self.free_memory()
 
     def free_memory(self) -> None:
-        self.step.release()
+        self.release()
         free_memory()
 
     def time(self, seconds: float) -> dict[str, Any]:
         """Milliseconds a step in a block of about so many seconds, and the last loss."""
-        run = self.step.run
-        wall_ms, loss = _timed(run, 1)
+        wall_ms, loss = _timed(self.run, 1)
         if wall_ms < 1000 * seconds:  # else a block is this one step
-            wall_ms, _ = _timed(run, 1)
+            wall_ms, _ = _timed(self.run, 1)
             num = min(max(int(1000 * seconds / wall_ms), 3), 50)
-            wall_ms, loss = _timed(run, num)
-        row = {"wall_ms": wall_ms, "images": self.step.images, "peak_gib": None}
+            wall_ms, loss = _timed(self.run, num)
+        row = {"wall_ms": wall_ms, "images": self.images, "peak_gib": None}
         if torch.cuda.is_available():
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return row | ({"loss": float(loss.detach())} if isinstance(loss, torch.Tensor) else {})
 
     def profile(self, num: int = 3) -> dict[str, Any]:
         """Milliseconds of kernels a step, their number, and the milliseconds by kind."""
-        run = self.step.run
         if not torch.cuda.is_available():
             return {}  # there are no kernels
         if num > 1:
-            run()
+            self.run()
         synchronize()
         with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
             for _ in range(num):
-                run()
+                self.run()
             synchronize()
         milliseconds, kernels = Counter[str](), 0
-        longest = []
         for event in profiler.key_averages():
             if event.device_type == DeviceType.CUDA:
                 milliseconds[kind_of(event.key)] += event.self_device_time_total / 1000 / num
                 kernels += event.count
-                longest.append((event.self_device_time_total / 1000 / num, event.count, event.key))
         return {
             "device_ms": sum(milliseconds.values()),
             "kernels": kernels / num,
             "kinds_ms": {kind: round(ms, 3) for kind, ms in milliseconds.most_common()},
-            "longest": [
-                f"{ms:.3f} ms, {count / num:.0f}: {key[:100]}"
-                for ms, count, key in sorted(longest, reverse=True)[:15]
-            ],
         }
 
     def flops(self) -> float | None:
         """Floating-point operations of a step's matrix products, convolutions and attention."""
-        if not self.step.counts_flops:
+        if not self.counts_flops:
             return None
         with FlopCounterMode(display=False) as counter:
-            self.step.run()
+            self.run()
         return counter.get_total_flops()
 
 
@@ -182,11 +167,6 @@ def _fits(run: Callable[[], Any]) -> bool:
 
 
 def kind_of(kernel: str) -> str:
-    """The kind of a kernel by its name.
-
-    Example:
-        >>> kind_of("triton_poi_fused_silu_3"), kind_of("nchwToNhwcKernel")
-        ('fused by inductor', 'copies')
-    """
+    """The kind of a kernel by its name: "copies" of nchwToNhwcKernel."""
     low = kernel.lower()
     return next((kind for kind, words in KINDS.items() if re.search(words, low)), "other")

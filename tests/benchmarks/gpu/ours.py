@@ -22,7 +22,6 @@ TINY = {
     "imagenet256-latents": ([4, 8, 8], {"image_size": 8, "width": 64, "depth": 2, "num_heads": 4}),
 }
 """Image shape and network of a config in a size for one core."""
-AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 CPU_BACKEND = {"backend": "eager"}  # of small networks, which would take minutes to compile
 MODES = {"compiled": "default", "CUDA graphs": "reduce-overhead"}
 HOWS = ("eager", *MODES, "blocks compiled")
@@ -80,12 +79,8 @@ class Training:
         self.average: list[Tensor] = []
 
     @torch.no_grad()
-    def update(self, scaler: torch.amp.GradScaler | None = None) -> None:
-        if scaler is None:
-            self.optimizer.step()
-        else:
-            scaler.step(self.optimizer)
-            scaler.update()
+    def update(self) -> None:
+        self.optimizer.step()
         self.optimizer.zero_grad()
         self.average = self.average or [p.detach().clone() for p in self.parameters]
         torch._foreach_lerp_(self.average, self.parameters, 1e-4)
@@ -97,7 +92,7 @@ class Training:
         self.average = []
 
 
-def loss_of(module: DiffusionModule, inputs: Tensor, labels: Tensor | None) -> Tensor:
+def loss_of(module: DiffusionModule, inputs: Tensor, labels: Tensor | None = None) -> Tensor:
     """`DiffusionModule.training_step` without its Trainer; inputs are uint8 images or latents."""
     x0 = module.codec.encode(inputs) if inputs.dtype == torch.uint8 else inputs
     u = draw_uniforms(len(x0), None, module.uniforms, device=x0.device)
@@ -108,21 +103,14 @@ def loss_of(module: DiffusionModule, inputs: Tensor, labels: Tensor | None) -> T
     return module.per_sample_loss(x0, labels, t, noise, 0).mean()
 
 
-def training_step(
-    module: DiffusionModule,
-    training: Training,
-    inputs: Tensor,
-    labels: Tensor | None = None,
-    precision: str = "bf16",
-) -> Callable[[], Tensor]:
-    dtype = AMP_DTYPES[precision]
-    scaler = torch.amp.GradScaler(device().type) if precision == "fp16" else None
+def training_step(training: Training, loss_of_batch: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A step in bf16-mixed."""
 
     def step() -> Tensor:
-        with torch.autocast(device().type, dtype, enabled=dtype is not None):
-            loss = loss_of(module, inputs, labels)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        training.update(scaler)
+        with torch.autocast(device().type, torch.bfloat16):
+            loss = loss_of_batch()
+        loss.backward()
+        training.update()
         return loss
 
     return step

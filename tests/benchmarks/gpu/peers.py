@@ -12,11 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from measure import device
-from ours import Training
 from torch import Tensor, nn
-
-Call = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x_t, t, labels) -> output."""
 
 
 def diffusers_unet(tiny: bool) -> nn.Module:
@@ -44,43 +40,29 @@ def diffusers_dit(tiny: bool) -> nn.Module:
     from diffusers import DiTTransformer2DModel
 
     torch.manual_seed(0)
-    sizes = (
-        {"num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 2, "sample_size": 8}
-        if tiny
-        else {
-            "num_attention_heads": 16,
-            "attention_head_dim": 72,
-            "num_layers": 28,
-            "sample_size": 32,
-        }
-    )
-    network = DiTTransformer2DModel(
-        in_channels=4, out_channels=8, patch_size=2, num_embeds_ada_norm=1000, **sizes
-    )
-    return network.to(device()).train()
+    common = {"in_channels": 4, "out_channels": 8, "patch_size": 2, "num_embeds_ada_norm": 1000}
+    names = ("num_attention_heads", "attention_head_dim", "num_layers", "sample_size")
+    sizes = dict(zip(names, (4, 16, 2, 8) if tiny else (16, 72, 28, 32), strict=True))
+    return DiTTransformer2DModel(**common, **sizes).to(device()).train()
 
 
-def training_step(
-    call: Call, training: Training, inputs: Tensor, labels: Tensor | None = None, steps: int = 1000
+def noise_loss(
+    call: Callable[..., Tensor], inputs: Tensor, labels: Tensor | None = None, steps: int = 1000
 ) -> Callable[[], Tensor]:
-    """The loop of diffusers' examples: add noise, predict it, mean squared error."""
+    """Diffusers' examples: add noise, predict it by call(x_t, t, labels), mean squared error."""
     betas = torch.linspace(1e-4, 0.02, steps, device=device())
     alpha_bar = (1 - betas).cumprod(0)
     alphas, sigmas = alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
 
-    def step() -> Tensor:
+    def loss() -> Tensor:
         x0 = inputs.float() / 127.5 - 1 if inputs.dtype == torch.uint8 else inputs
         t = torch.randint(0, steps, (len(x0),), device=x0.device)
         noise = torch.randn_like(x0)
         x_t = alphas[t].view(-1, 1, 1, 1) * x0 + sigmas[t].view(-1, 1, 1, 1) * noise
-        with torch.autocast(device().type, torch.bfloat16):
-            output = call(x_t, t, labels)[:, : x0.shape[1]]
-            loss = F.mse_loss(output.float(), noise)
-        loss.backward()
-        training.update()
-        return loss
+        output = call(x_t, t, labels)[:, : x0.shape[1]]
+        return F.mse_loss(output.float(), noise)
 
-    return step
+    return loss
 
 
 # The references' own code, from clones of their repositories
@@ -116,27 +98,13 @@ def improved_diffusion_step(images: Tensor, tiny: bool) -> Callable[[], Any]:
     model, diffusion = create_model_and_diffusion(**defaults | flags)
     model.to(device())
     loop = object.__new__(train_util.TrainLoop)  # whose constructor wants processes
-    vars(loop).update(
-        model=model,
-        ddp_model=model,
-        diffusion=diffusion,
-        batch_size=len(images),
-        microbatch=len(images),
-        global_batch=len(images),
-        lr=1e-4,
-        ema_rate=[0.9999],
-        use_fp16=True,
-        fp16_scale_growth=1e-3,
-        weight_decay=0.0,
-        lr_anneal_steps=0,
-        step=0,
-        resume_step=0,
-        use_ddp=False,
-        log_interval=100,
-        schedule_sampler=UniformSampler(diffusion),
-        model_params=list(model.parameters()),
-        lg_loss_scale=train_util.INITIAL_LOG_LOSS_SCALE,
-    )
+    settings = {"model": model, "ddp_model": model, "diffusion": diffusion, "use_ddp": False}
+    settings |= dict.fromkeys(("batch_size", "microbatch", "global_batch"), len(images))
+    settings |= {"lr": 1e-4, "ema_rate": [0.9999], "weight_decay": 0.0, "lr_anneal_steps": 0}
+    settings |= {"step": 0, "resume_step": 0, "log_interval": 100}
+    settings |= {"schedule_sampler": UniformSampler(diffusion), "use_fp16": True}
+    settings |= {"model_params": list(model.parameters()), "fp16_scale_growth": 1e-3}
+    vars(loop).update(settings, lg_loss_scale=train_util.INITIAL_LOG_LOSS_SCALE)
     loop.master_params = loop.model_params
     loop._setup_fp16()
     loop.opt = torch.optim.AdamW(loop.master_params, lr=1e-4, weight_decay=0.0)
@@ -153,11 +121,8 @@ def dit_loss(tiny: bool) -> tuple[nn.Module, Callable[[nn.Module, Tensor, Tensor
     from models import DiT
 
     torch.manual_seed(0)
-    sizes = (
-        {"depth": 2, "hidden_size": 64, "num_heads": 4, "input_size": 8}
-        if tiny
-        else {"depth": 28, "hidden_size": 1152, "num_heads": 16, "input_size": 32}
-    )
+    names = ("depth", "hidden_size", "num_heads", "input_size")
+    sizes = dict(zip(names, (2, 64, 4, 8) if tiny else (28, 1152, 16, 32), strict=True))
     diffusion = create_diffusion(timestep_respacing="")
 
     def loss(network: nn.Module, x: Tensor, labels: Tensor) -> Tensor:

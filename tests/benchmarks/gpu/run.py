@@ -5,9 +5,9 @@
 Needs diffusers, and in DIR clones of openai/improved-diffusion (as improved),
 openai/guided-diffusion (guided) and facebookresearch/DiT (dit); what is missing becomes a row with
 an error. The processes of all sections start and compile at once; then the sections are measured in
-the order in which they are named. A process that is not ready by then is waited for, up to
---prepare seconds from the start. Rows are written as they are measured, and nothing goes on after
---budget seconds. --tiny runs small networks, on a CPU as well: to try the scripts.
+the order in which they are named. A process that is not ready by then is waited for, up to ten
+minutes from the start. Rows are written as they are measured, and nothing goes on after --budget
+seconds. --tiny runs small networks, on a CPU as well: to try the scripts.
 """
 
 import argparse
@@ -49,9 +49,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=" ".join(SECTIONS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=3600.0)
-    parser.add_argument("--prepare", type=float, default=600.0)
     parser.add_argument("--rounds", type=int, default=3, help="times that each variant is timed")
-    parser.add_argument("--after", type=Path, help="measure only when this file exists")
     parser.add_argument("--peers", type=Path, default=Path("peers"))
     parser.add_argument("--commit", default="unknown", help="written into every row")
     parser.add_argument("--only", default="", help="variants whose 'SECTION: NAME' it finds")
@@ -66,8 +64,6 @@ def main() -> None:
     start = time.time()
     workers = start_workers(options)
     try:
-        while options.after and not options.after.exists():
-            time.sleep(0.2)
         measure(options, workers, rows, start)
     finally:
         for worker in [each for group in workers.values() for each in group]:
@@ -95,7 +91,7 @@ def measure(
     options: argparse.Namespace, workers: dict[str, list[Worker]], rows: Rows, start: float
 ) -> None:
     """Measure section by section, and end the processes of each."""
-    deadline, ready_by = start + options.budget, start + min(options.prepare, options.budget)
+    deadline, ready_by = start + options.budget, start + min(600.0, options.budget)
     matmul_tflops = write_ceilings(workers["ceilings"], rows, deadline)
     for section in options.sections:
         ready = wait_for(section, workers[section], rows, ready_by)

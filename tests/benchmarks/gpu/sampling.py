@@ -3,7 +3,7 @@
 import ours
 import peers
 import torch
-from measure import Step, Turns, device
+from measure import Step, device
 from turns import Body, Channel
 
 
@@ -21,7 +21,7 @@ def sampling(tiny: bool) -> dict[str, Body]:
                 with torch.autocast(device().type, torch.bfloat16):
                     module.generate(range(images))
 
-            Turns(Step(generate, images)).serve(channel)
+            Step(generate, images).serve(channel)
 
         return body
 
@@ -44,7 +44,7 @@ def sampling(tiny: bool) -> dict[str, Body]:
                         x = scheduler.step(output, t, x).prev_sample
                 ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
-            Turns(Step(generate, images)).serve(channel)
+            Step(generate, images).serve(channel)
 
         return body
 

@@ -1,7 +1,7 @@
 """Training steps: ours, eager and compiled, beside those of other libraries."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import ours
 import peers
 import torch
-from measure import Rows, Step, Turns, device
+from measure import Rows, Step, device
 from torch import Tensor
 from turns import Body, Channel, Worker, WorkerError
 
@@ -19,10 +19,13 @@ def images_and_labels(size: int, batch: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, 1000, (batch,), device=device())
 
 
-def latents_and_labels(size: int, batch: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(batch, 4, size, size, device=device()), torch.randint(
-        0, 1000, (batch,), device=device()
-    )
+def serve(
+    channel: Channel, network: Any, loss: Callable[[], Tensor], how: str, images: int, is_dit: bool
+) -> None:
+    """Time training steps of a network that is compiled already, as `how` says."""
+    training = ours.Training(network, torch.optim.AdamW if is_dit else torch.optim.Adam)
+    step = ours.training_step(training, loss)
+    Step(step, images, training.release, how == "eager").serve(channel)
 
 
 def our_step(
@@ -32,10 +35,18 @@ def our_step(
     tensors = inputs()
     module = ours.build(config, tiny, **settings)
     ours.compile_(module, how)
-    optimizer = torch.optim.AdamW if "latents" in config else torch.optim.Adam
-    training = ours.Training(module.network, optimizer)
-    run = ours.training_step(module, training, *tensors)
-    Turns(Step(run, len(tensors[0]), training.release, how == "eager")).serve(channel)
+    loss = partial(ours.loss_of, module, *tensors)
+    serve(channel, module.network, loss, how, len(tensors[0]), "latents" in config)
+
+
+def their_step(
+    channel: Channel, build: Any, call: Any, how: str, tiny: bool, inputs: Any, is_dit: bool = False
+) -> None:
+    """The body of a process with another's network, by call(network, x_t, t, labels)."""
+    network, tensors = build(tiny), inputs()
+    ours.compile_network_(network, how)
+    loss = peers.noise_loss(partial(call, network), *tensors)
+    serve(channel, network, loss, how, len(tensors[0]), is_dit)
 
 
 # CIFAR-10: the network of configs/cifar10-improved.yaml, 52.5 million parameters
@@ -45,33 +56,22 @@ def cifar10(tiny: bool) -> dict[str, Body]:
     def images() -> tuple[Tensor]:
         return images_and_labels(*((8, 4) if tiny else (32, 128)))[:1]
 
-    def unet(channels_last: bool, how: str) -> Body:
-        return partial(
-            our_step,
-            config="cifar10-improved",
-            how=how,
-            tiny=tiny,
-            inputs=images,
-            channels_last=channels_last,
-        )
-
-    def diffusers_unet(channel: Channel, how: str) -> None:
-        network, (x,) = peers.diffusers_unet(tiny), images()
-        ours.compile_network_(network, how)
-        training = ours.Training(network)
-        run = peers.training_step(lambda x, t, _: network(x, t).sample, training, x)
-        Turns(Step(run, len(x), training.release, how == "eager")).serve(channel)
+    def call(network: Any, x: Tensor, t: Tensor, _: None) -> Tensor:
+        return network(x, t).sample
 
     def improved_diffusion(channel: Channel) -> None:
         (x,) = images()
-        Turns(Step(peers.improved_diffusion_step(x, tiny), len(x))).serve(channel)
+        Step(peers.improved_diffusion_step(x, tiny), len(x)).serve(channel)
 
+    common = {"tiny": tiny, "inputs": images}
+    unet = partial(our_step, config="cifar10-improved", **common)
+    theirs = partial(their_step, build=peers.diffusers_unet, call=call, **common)
     bodies: dict[str, Body] = {}
     for how in ("eager", "compiled", "CUDA graphs"):
-        bodies[f"ours, channels_last, {how}"] = unet(True, how)
-        bodies[f"diffusers, {how}"] = partial(diffusers_unet, how=how)
+        bodies[f"ours, channels_last, {how}"] = partial(unet, how=how, channels_last=True)
+        bodies[f"diffusers, {how}"] = partial(theirs, how=how)
     for how in ("eager", "compiled"):
-        bodies[f"ours, contiguous, {how}"] = unet(False, how)
+        bodies[f"ours, contiguous, {how}"] = partial(unet, how=how, channels_last=False)
     return bodies | {"improved-diffusion, fp16": improved_diffusion}
 
 
@@ -80,39 +80,25 @@ def cifar10(tiny: bool) -> dict[str, Body]:
 
 def dit(tiny: bool) -> dict[str, Body]:
     def latents() -> tuple[Tensor, Tensor]:
-        return latents_and_labels(*((8, 2) if tiny else (32, 64)))
+        size, batch = (8, 2) if tiny else (32, 64)
+        images = torch.randn(batch, 4, size, size, device=device())
+        return images, torch.randint(0, 1000, (batch,), device=device())
 
-    def diffusers_dit(channel: Channel, how: str) -> None:
-        network, inputs = peers.diffusers_dit(tiny), latents()
-        ours.compile_network_(network, how)
-        training = ours.Training(network, torch.optim.AdamW)
-        run = peers.training_step(
-            lambda x, t, labels: network(x, timestep=t, class_labels=labels).sample,
-            training,
-            *inputs,
-        )
-        Turns(Step(run, len(inputs[0]), training.release, how == "eager")).serve(channel)
+    def call(network: Any, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        return network(x, timestep=t, class_labels=labels).sample
 
     def own_dit(channel: Channel, how: str) -> None:
         network, loss = peers.dit_loss(tiny)
         ours.compile_network_(network, how)
-        inputs, training = latents(), ours.Training(network, torch.optim.AdamW)
+        inputs = latents()
+        serve(channel, network, partial(loss, network, *inputs), how, len(inputs[0]), True)
 
-        def run() -> Tensor:
-            with torch.autocast(device().type, torch.bfloat16):
-                value = loss(network, *inputs)
-            value.backward()
-            training.update()
-            return value
-
-        Turns(Step(run, len(inputs[0]), training.release, how == "eager")).serve(channel)
-
+    common = {"tiny": tiny, "inputs": latents}
+    theirs = partial(their_step, build=peers.diffusers_dit, call=call, is_dit=True, **common)
     bodies: dict[str, Body] = {}
     for how in ("eager", "compiled", "blocks compiled"):
-        bodies[f"ours, {how}"] = partial(
-            our_step, config="imagenet256-latents", how=how, tiny=tiny, inputs=latents
-        )
-        bodies[f"diffusers, {how}"] = partial(diffusers_dit, how=how)
+        bodies[f"ours, {how}"] = partial(our_step, config="imagenet256-latents", how=how, **common)
+        bodies[f"diffusers, {how}"] = partial(theirs, how=how)
         bodies[f"facebookresearch/DiT, {how}"] = partial(own_dit, how=how)
     return bodies
 
@@ -126,13 +112,11 @@ def imagenet128(tiny: bool) -> dict[str, Body]:
 
     def guided_diffusion(channel: Channel) -> None:
         x, labels = inputs()
-        Turns(Step(peers.guided_diffusion_step(x, labels, tiny), len(x))).serve(channel)
+        Step(peers.guided_diffusion_step(x, labels, tiny), len(x)).serve(channel)
 
+    ours_as = partial(our_step, config="imagenet128-guided", tiny=tiny, inputs=inputs)
     bodies: dict[str, Body] = {
-        f"ours, {how}": partial(
-            our_step, config="imagenet128-guided", how=how, tiny=tiny, inputs=inputs
-        )
-        for how in ("eager", "compiled")
+        f"ours, {how}": partial(ours_as, how=how) for how in ("eager", "compiled")
     }
     return bodies | {"guided-diffusion, fp16": guided_diffusion}
 

@@ -92,24 +92,14 @@ class Net(nn.Module):
         return h
 
 
-def module(net: nn.Module, process: Any, parameterization: Any, **changes: Any) -> DiffusionModule:
-    """Ours around a network, with a learned variance where it has the channels."""
-    loss = HybridLoss(Simple()) if net(*two(net)).shape[1] > 3 else DenoisingLoss(Simple())
-    plain = {
-        "solver": Euler(),
-        "loss": loss,
-        "num_classes": None,
-        "label_dropout": 0.0,
-        "image_shape": (3, 8, 8),
-    }
-    changes = {"process": process, "parameterization": parameterization} | plain | changes
-    return tiny_diffusion(network=net, **changes).eval()
-
-
-def two(net: nn.Module) -> tuple[Tensor, ...]:
-    """Something to call it on."""
-    labels = () if isinstance(net, Net) else (torch.tensor([0, 1]),)
-    return torch.zeros(SHAPE), torch.zeros(2), *labels
+def module(
+    net: nn.Module, process: Any, parameterization: Any, learned: bool = False, **changes: Any
+) -> DiffusionModule:
+    """Ours around a network, of six channels where it has a learned variance."""
+    loss = HybridLoss(Simple()) if learned else DenoisingLoss(Simple())
+    changes = {"num_classes": None, "label_dropout": 0.0, "image_shape": (3, 8, 8)} | changes
+    parts = {"process": process, "parameterization": parameterization, "solver": Euler()}
+    return tiny_diffusion(network=net, loss=loss, **parts, **changes).eval()
 
 
 def images(draw: Random) -> Tensor:

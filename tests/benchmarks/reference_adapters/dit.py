@@ -16,13 +16,8 @@ from reference_adapters import openai_diffusion
 from reference_adapters.common import counted_noise, fill_, module, outputs, worst
 from reference_adapters.openai_diffusion import imported
 
-LIBRARY = openai_diffusion.Library(
-    gaussian_diffusion,
-    respace,
-    timestep_sampler,
-    cosine="squaredcos_cap_v2",
-    rescales=False,
-)
+names = {"cosine": "squaredcos_cap_v2", "rescales": False}
+LIBRARY = openai_diffusion.Library(gaussian_diffusion, respace, timestep_sampler, **names)
 
 
 def build(draw: Random, learned: bool) -> tuple[DiT, int]:
@@ -77,7 +72,8 @@ def guidance(draw: Random) -> float:
             device="cpu",
         )
     process = DiscreteVP(LinearBetas(num))
-    ours = module(imported(theirs, "dit", num_heads=heads), process, Epsilon(), num_classes=9)
+    network = imported(theirs, "dit", num_heads=heads)
+    ours = module(network, process, Epsilon(), learned=True, num_classes=9)
     denoise = ClassifierFree(scale).guide(ours.denoise_for, labels, process, none * 0 - 1)
     solver = DDPM(LearnedRange(), steps, clip=False)
     with torch.no_grad():

@@ -43,11 +43,8 @@ from reference_adapters.common import (
 )
 
 MEANS = {"EPSILON": Epsilon(), "START_X": Sample()}
-VARIANCES = {
-    "FIXED_SMALL": FixedSmall(),
-    "FIXED_LARGE": FixedLarge(),
-    "LEARNED_RANGE": LearnedRange(),
-}
+VARIANCES = {"FIXED_SMALL": FixedSmall(), "FIXED_LARGE": FixedLarge()}
+VARIANCES |= {"LEARNED_RANGE": LearnedRange()}
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,8 @@ class Case:
         self.steps = self.theirs.num_timesteps
         size = 0.9 if mean == "EPSILON" else 0.2
         self.net = fill_(Net(6 if self.variance.learned else 3, size))
-        self.ours = module(self.net, self.process, self.parameterization)
+        learned = self.variance.learned
+        self.ours = module(self.net, self.process, self.parameterization, learned)
         self.loop = {"clip_denoised": self.clip, "device": "cpu"}
 
 
@@ -145,16 +143,9 @@ def bound(lib: Library, draw: Random) -> float:
     first = draw.randrange(1000)
     with counted_noise(first):
         theirs = case.theirs.calc_bpd_loop(case.net, x0, clip_denoised=case.clip)
-    terms = bits_per_dim(
-        case.ours.denoise_for(None),
-        case.process,
-        x0,
-        case.variance,
-        case.times,
-        case.steps,
-        CountedNoise(first),
-        case.clip,
-    )
+    grid = (case.variance, case.times, case.steps)
+    denoise, draws = case.ours.denoise_for(None), CountedNoise(first)
+    terms = bits_per_dim(denoise, case.process, x0, *grid, draws, case.clip)
     pairs = [
         (terms.total, theirs["total_bpd"]),
         (terms.prior, theirs["prior_bpd"]),
@@ -187,9 +178,8 @@ def ddim(lib: Library, draw: Random) -> float:
     eta = draw.choice([0.0, 1.0, draw.random()])
     with counted_noise(first):
         theirs = case.theirs.ddim_sample_loop(case.net, SHAPE, start, **case.loop, eta=eta)
-    return worst(
-        (sampled(case, DDIM(case.steps, eta, case.times, case.clip), start, first), theirs)
-    )
+    solver = DDIM(case.steps, eta, case.times, case.clip)
+    return worst((sampled(case, solver, start, first), theirs))
 
 
 def sampled(case: Case, solver: Any, start: Tensor, first: int, denoise: Any = None) -> Tensor:
@@ -272,11 +262,9 @@ def guided_unet(lib: Library, draw: Random, upsampler: bool = False) -> float:
 def heads_of(draw: Random, by_channels: bool = False) -> dict[str, Any]:
     by_channels = by_channels or draw.random() < 0.5
     heads = {"num_head_channels": 16} if by_channels else {"num_heads": draw.choice([1, 2])}
-    choices = {
-        "resblock_updown": draw.random() < 0.5,
-        "use_new_attention_order": draw.random() < 0.5,
+    return heads | {
+        name: draw.random() < 0.5 for name in ("resblock_updown", "use_new_attention_order")
     }
-    return heads | choices
 
 
 def unseen_arguments(options: dict[str, Any]) -> dict[str, Any]:
