@@ -23,8 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as the other check forbids to fork
 
 import ceilings
-import ema
-import fid
+import ema_fid
 import fit_overhead
 import sampling
 import train
@@ -39,7 +38,7 @@ INTERLEAVED = {
     "imagenet128": train.imagenet128,
 }
 """Sections whose workers take turns."""
-TABLES = {"fit": fit_overhead.fits, "ema": ema.averages, "fid": fid.evaluations}
+TABLES = {"fit": fit_overhead.fits, "ema": ema_fid.averages, "fid": ema_fid.evaluations}
 """Sections whose workers give their rows at once."""
 SECTIONS = ("cifar10", "dit", "fit", "sampling", "ema", "fid", "imagenet128")
 

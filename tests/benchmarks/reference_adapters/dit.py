@@ -22,17 +22,9 @@ LIBRARY = openai_diffusion.Library(gaussian_diffusion, respace, timestep_sampler
 
 def build(draw: Random, learned: bool) -> tuple[DiT, int]:
     heads = draw.choice([1, 2, 4])
-    theirs = DiT(
-        input_size=8,
-        patch_size=draw.choice([1, 2, 4]),
-        in_channels=3,
-        hidden_size=32,
-        depth=draw.randint(1, 3),
-        num_heads=heads,
-        mlp_ratio=draw.choice([2.0, 4.0]),
-        num_classes=9,
-        learn_sigma=learned,
-    )
+    sizes = {"patch_size": draw.choice([1, 2, 4]), "depth": draw.randint(1, 3)}
+    sizes |= {"mlp_ratio": draw.choice([2.0, 4.0]), "hidden_size": 32, "num_heads": heads}
+    theirs = DiT(8, in_channels=3, num_classes=9, learn_sigma=learned, **sizes)
     return fill_(theirs), heads
 
 

@@ -1,5 +1,6 @@
 """diffusers: schedulers, networks, betas, training targets, RePaint."""
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -109,10 +110,8 @@ def scheduler(draw: Random) -> float:
     scheduler.set_timesteps(steps)
     called = {"eta": solver.eta} if name == "DDIMScheduler" else {}
     called |= {"use_clipped_model_output": True} if called and clip else {}
-    solver = type(solver)(**{**vars(solver), "clip": clip})
-    return worst(
-        both(scheduler, solver, process, mixture_denoiser(process), noise(draw), **called)[::-1]
-    )
+    solver, denoise = replace(solver, clip=clip), mixture_denoiser(process)
+    return worst(both(scheduler, solver, process, denoise, noise(draw), **called)[::-1])
 
 
 def flow_and_edm(draw: Random) -> float:
@@ -161,20 +160,14 @@ def training(draw: Random) -> float:
 
 def unet(draw: Random) -> float:
     mult = draw.choice([(1, 2), (1, 1), (1, 2, 3)])
-    arguments = {
-        "in_channels": 3,
-        "out_channels": draw.choice([3, 6]),
-        "model_channels": 32,
-        "channel_mult": mult,
-        "num_res_blocks": draw.randint(1, 2),
-        "attention_downsample": tuple(draw.sample([1, 2, 4][: len(mult)], draw.randint(0, 2))),
-        "head_channels": draw.choice([8, 16, 32]),
-        "num_classes": draw.choice([None, 5]),
-        "scale_shift_norm": draw.random() < 0.5,
-        "resblock_updown": draw.random() < 0.5,
-        "split_heads_first": draw.random() < 0.5,
-        "norm_groups": draw.choice([8, 16, 32]),
-    }
+    arguments = {"in_channels": 3, "out_channels": draw.choice([3, 6]), "model_channels": 32}
+    arguments |= {"channel_mult": mult, "num_res_blocks": draw.randint(1, 2)}
+    attention = draw.sample([1, 2, 4][: len(mult)], draw.randint(0, 2))
+    arguments |= {"attention_downsample": tuple(attention)}
+    arguments |= {"head_channels": draw.choice([8, 16, 32]), "num_classes": draw.choice([None, 5])}
+    for name in ("scale_shift_norm", "resblock_updown", "split_heads_first"):
+        arguments[name] = draw.random() < 0.5
+    arguments["norm_groups"] = draw.choice([8, 16, 32])
     ours = fill_(UNet(**arguments))
     config = diffusers_unet.to_config(arguments)
     theirs = diffusers.UNet2DModel(sample_size=8, **config).eval()
@@ -229,9 +222,8 @@ def repaint(draw: Random) -> float:
             return drawn[0]
         return drawn.pop()
 
-    solver = RePaint(
-        known, mask, steps, 1, FixedTimes(tuple(scheduler.timesteps.tolist())), clip=False
-    )
+    times = FixedTimes(tuple(scheduler.timesteps.tolist()))
+    solver = RePaint(known, mask, steps, 1, times, clip=False)
     return worst((solver.sample(denoise, process, start, twice), x))
 
 

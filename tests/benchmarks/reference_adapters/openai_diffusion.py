@@ -146,13 +146,9 @@ def bound(lib: Library, draw: Random) -> float:
     grid = (case.variance, case.times, case.steps)
     denoise, draws = case.ours.denoise_for(None), CountedNoise(first)
     terms = bits_per_dim(denoise, case.process, x0, *grid, draws, case.clip)
-    pairs = [
-        (terms.total, theirs["total_bpd"]),
-        (terms.prior, theirs["prior_bpd"]),
-        (terms.terms, theirs["vb"]),
-        (terms.x0_mse, theirs["xstart_mse"]),
-        (terms.noise_mse, theirs["mse"]),
-    ]
+    names = {"total": "total_bpd", "prior": "prior_bpd", "terms": "vb", "x0_mse": "xstart_mse"}
+    names |= {"noise_mse": "mse"}
+    pairs = [(getattr(terms, ours), theirs[name]) for ours, name in names.items()]
     if case.variance.learned:
         alpha, sigma = case.process.alpha_sigma(t.double())
         x_t = alpha[:, None, None, None] * x0 + sigma[:, None, None, None] * eps

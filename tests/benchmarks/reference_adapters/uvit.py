@@ -19,19 +19,10 @@ from reference_adapters.openai_diffusion import imported
 
 def network(draw: Random) -> float:
     heads, classes = draw.choice([1, 2, 4]), draw.choice([-1, 5])
-    theirs = UViT(
-        img_size=8,
-        patch_size=draw.choice([1, 2, 4]),
-        in_chans=3,
-        embed_dim=32,
-        depth=2 * draw.randint(1, 3),
-        num_heads=heads,
-        mlp_ratio=draw.choice([2, 4]),
-        qkv_bias=draw.random() < 0.5,
-        mlp_time_embed=draw.random() < 0.5,
-        num_classes=classes,
-        conv=draw.random() < 0.5,
-    )
+    sizes = {"patch_size": draw.choice([1, 2, 4]), "depth": 2 * draw.randint(1, 3)}
+    sizes |= {"num_heads": heads, "mlp_ratio": draw.choice([2, 4])}
+    flags = {name: draw.random() < 0.5 for name in ("qkv_bias", "mlp_time_embed", "conv")}
+    theirs = UViT(8, in_chans=3, embed_dim=32, num_classes=classes, **sizes, **flags)
     theirs.pos_embed.data.normal_()
     arguments = {"num_heads": heads} | ({} if classes < 0 else {"null_class": draw.random() < 0.5})
     ours = imported(fill_(theirs), "uvit", **arguments)
