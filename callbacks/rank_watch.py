@@ -1,8 +1,7 @@
 """End all ranks when one of them fails, dies or hangs, with a message that names it.
 
-A thread of each rank writes heartbeats into the store of the process group. Rank 0 reads the
-heartbeats of all ranks, the others read that of rank 0. A rank that detects a failure writes a
-message into the store, which all ranks read.
+A thread of each rank writes heartbeats into the store of the process group. Rank 0 reads those of
+all ranks, the others read that of rank 0. Who detects a failure writes a message into the store.
 """
 
 import json
@@ -25,25 +24,19 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-INTERVAL = 0.25
-"""Seconds between heartbeats."""
-
-PATIENCE = 5.0
-"""Seconds to wait for reports of other ranks, and for the main thread to end by itself."""
-
+INTERVAL = 0.25  # seconds between heartbeats
+PATIENCE = 5.0  # seconds to wait for reports of other ranks, and for the main thread to end
 _CONNECTION = re.compile(r"gloo|nccl|monitoredbarrier|process ?group", re.IGNORECASE)
 
 
 class RankWatch(Callback):
     """Ends all ranks when one fails, dies or hangs, with a message that names it.
 
-    The other ranks print the message to stderr, such as "rank 1 has kept the others waiting for
-    60 s at step 17, in data.py:33 (read)". If the failure breaks a collective, the main thread
-    raises its error with the message as a note. If the main thread does not end within five
-    seconds, for example on a rank that hangs, the process exits with code 1. The death of a process
-    on another machine than rank 0 is noticed when it breaks a collective, or after the timeout.
-    A rank that works alone for long does not count as dead. `SystemExit` and `KeyboardInterrupt`
-    are not failures; they are reported only by ranks whose collectives they break.
+    The other ranks print the message, such as "rank 1 has kept the others waiting for 60 s at
+    step 17, in data.py:33 (read)", and end with exit code 1. If the failure breaks a collective,
+    the main thread raises its error with the message as a note. The death of a process on another
+    machine than rank 0 is noticed when it breaks a collective, or after the timeout. `SystemExit`
+    and `KeyboardInterrupt` are reported only by ranks whose collectives they break.
 
     All ranks need the callback; list it first.
 
@@ -69,10 +62,7 @@ class RankWatch(Callback):
         """Start watching, before anything in the run can fail."""
         self.verdict = None
         if trainer.world_size > 1 and dist.is_initialized():
-            try:
-                self._watch = _Watch(trainer, self.timeout)
-            except Exception as error:  # must not end a run, nor hide the error that ended it
-                print(f"this rank is not watched: {error!r}.", file=sys.stderr)
+            self._watch = _Watch(trainer, self.timeout)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop watching, since this rank is done."""
@@ -91,9 +81,9 @@ class RankWatch(Callback):
             return
         broken = isinstance(exception, RuntimeError) and _CONNECTION.search(str(exception))
         if broken or isinstance(exception, dist.DistError):
-            self.verdict = watch.leave("lost") or None
-            if self.verdict is not None:
-                exception.add_note(self.verdict)
+            if message := watch.leave("lost"):
+                self.verdict = message
+                exception.add_note(message)
         elif isinstance(exception, SystemExit | KeyboardInterrupt):
             watch.leave("ended")
         else:
@@ -104,7 +94,7 @@ class RankWatch(Callback):
 
 @dataclass
 class Heartbeat:
-    """State of a rank, which the rank writes into the store several times a second."""
+    """State of a rank, which it writes into the store several times a second."""
 
     beats: int = 0  # number of heartbeats; 0 before the first
     step: int = 0
@@ -144,35 +134,30 @@ def find_culprit(
             causes.append((2, beat.collectives, rank, text))
         elif beat.state == "ended" and lost:
             causes.append((3, -beat.left, rank, f"ended {at} without the others"))
-    if not causes:
-        return ""
-    _, _, rank, text = min(causes)
-    return f"rank {rank} {text}; see its output."
+    _, _, rank, text = min(causes, default=(0, 0.0, 0, ""))
+    return f"rank {rank} {text}; see its output." if text else ""
 
 
 class _Watch:
-    """Thread that exchanges heartbeats, detects a failed rank, and ends this process if needed."""
+    """Threads that exchange heartbeats, detect a failed rank, and end this process if needed."""
 
     def __init__(self, trainer: Trainer, timeout: float | None) -> None:
-        world: Any = dist.group.WORLD
-        self._group_store = world.get_group_store()
-        self._timeout = timeout or self._group_store.timeout.total_seconds()
+        self._group: Any = dist.group.WORLD
+        self._timeout = timeout or self._group.get_group_store().timeout.total_seconds()
         self._trainer, self._rank = trainer, dist.get_rank()
         self._main_thread = threading.get_ident()
-        watched = range(dist.get_world_size()) if self._rank == 0 else (0, self._rank)
-        self._ranks = {rank: Heartbeat() for rank in watched}
-        self._store: Store | None = None  # separate connection of this thread
+        watched = range(dist.get_world_size()) if self._rank == 0 else [0]
+        self._ranks = {rank: Heartbeat() for rank in watched}  # as read from the store
+        self._own = Heartbeat(process=_process_name())  # as written into it
+        self._store: Store | None = None  # a connection of its own
         self._is_store_gone, self._run_number = False, 0
-        self._beat, self._now = Heartbeat(process=_process_name()), 0.0
-        self._last_collective_time = 0.0
-        self._state, self._message, self._left_time = "running", "", 0.0
-        self._has_met_others, self._has_left = threading.Event(), threading.Event()
-        self._is_closing = threading.Event()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        # A rank whose process the others do not know yet can only be missed when it dies.
-        self._has_met_others.wait(PATIENCE)
+        self._now = self._collective_time = self._left_time = 0.0
+        self._state, self._message = "running", ""
+        self._has_left, self._is_closing = threading.Event(), threading.Event()
+        loops = self._exchange_heartbeats, self._judge_ranks  # the first may hang in the store
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
 
     def leave(self, state: str, failure: str = "") -> str:
         """Report how the main thread ended and stop watching; return the message, or "".
@@ -180,106 +165,75 @@ class _Watch:
         Waits until the report is in the store. Rank 0 may take the store with it, so it waits until
         no rank needs it. A rank that has lost the others waits for a message.
         """
-        self._message = self._message or failure  # before the state, which `_exchange` reads first
+        self._message = self._message or failure  # before the state, which is read first
         self._left_time, self._state = self._now, state
         self._has_left.set()
-        watched = list(self._ranks) if self._rank == 0 else [self._rank]
         deadline = time.monotonic() + 2 * PATIENCE
-        while self._thread.is_alive() and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
+            states = {b.state for b in (self._ranks.values() if self._rank == 0 else [self._own])}
             needs_no_store = self._is_store_gone and (state != "lost" or self._message)
-            if needs_no_store or all(self._ranks[r].state in ("ended", "died") for r in watched):
+            if needs_no_store or states <= {"ended", "died"}:
                 break
             time.sleep(0.02)
         self._is_closing.set()
-        self._thread.join(PATIENCE)
+        for thread in self._threads:
+            thread.join(PATIENCE)
         return self._message
 
-    def _run(self) -> None:
-        """Watch until closed; an error in this thread must not end the run."""
-        try:
-            self._watch_ranks()
-        except Exception as error:
-            print(f"rank {self._rank} is watched no more: {error!r}.", file=sys.stderr)
-            last_beat = replace(self._beat, beats=self._beat.beats + 1, state="ended")
-            with suppress(Exception):  # so that the others do not take this rank for dead
-                self._store.set(str(self._rank), json.dumps(asdict(last_beat)))  # type: ignore[union-attr]
-
-    def _watch_ranks(self) -> None:
-        exchange, last = threading.Thread(), time.monotonic()
-        while not self._is_closing.wait(INTERVAL if self._has_met_others.is_set() else 0.02):
-            if not exchange.is_alive():
-                exchange = threading.Thread(target=self._exchange, daemon=True)
-                exchange.start()
-            exchange.join(INTERVAL)  # hangs if the process that holds the store hangs
-            # Time in which this process was suspended does not count.
-            now = time.monotonic()
-            self._now, last = self._now + min(now - last, 4 * INTERVAL), now
-            if self._error is not None:
-                raise self._error
-            if self._message:
-                self._end_process()
-            elif verdict := self._judge():
-                self._message = verdict
-
-    def _judge(self) -> str:
-        if self._rank == 0:  # silence counts only while its own heartbeat arrives
-            lost = any(b.state == "lost" and b.left > PATIENCE for b in self._ranks.values())
-            return find_culprit(self._ranks, self._ranks[0].heard, self._timeout, lost)
-        lost = self._state == "lost" and self._now - self._left_time > PATIENCE
-        lost = lost or self._is_store_gone  # rank 0 or its launcher holds the store
-        return find_culprit({0: self._ranks[0]}, self._now, self._timeout, lost)
+    def _exchange_heartbeats(self) -> None:
+        """Write and read heartbeats; hangs if the process that holds the store hangs."""
+        while not self._is_closing.wait(INTERVAL if self._ranks[0].beats else 0.02):
+            running = [rank for rank, beat in self._ranks.items() if beat.state == "running"]
+            dead = [rank for rank in running if _has_died(self._ranks[rank].process)]
+            try:
+                if not (self._is_store_gone and dead):  # a new connection may take long
+                    self._exchange()
+                    self._is_store_gone = False
+            except RuntimeError:  # the process that holds the store ended, or the connection broke
+                self._store, self._is_store_gone = None, True
+            for rank in dead:
+                if self._ranks[rank].state == "running":  # according to its last heartbeat
+                    self._ranks[rank].state = "died"
 
     def _exchange(self) -> None:
         """Write a heartbeat and the message, if any; read those of other ranks."""
-        dead = [rank for rank, beat in self._ranks.items() if _has_died(beat.process)]
-        if self._is_store_gone:  # nothing more to read, and a new connection may take long
-            self._mark_died(dead)
-        try:
-            if self._store is None:
-                store = self._group_store.clone()  # opens a new connection
-                self._run_number = self._run_number or store.add(f"rank_watch/{self._rank}", 1)
-                self._store = PrefixStore(f"rank_watch/{self._run_number}", store)
-            # `compare_set` writes if the key is missing, and returns the value in the store.
-            state, message = self._state, self._message
-            if message := self._store.compare_set("message", "", message).decode():
-                self._message, state = message, "ended"
-            self._store.set(str(self._rank), json.dumps(asdict(self._next_heartbeat(state))))
-            for rank, before in self._ranks.items():
-                beat = Heartbeat(**json.loads(self._store.compare_set(str(rank), "", "{}")))
-                if beat.beats != before.beats:
-                    self._ranks[rank] = replace(beat, heard=self._now)
-            self._is_store_gone = False
-        except RuntimeError:  # the process that holds the store ended, or the connection broke
-            self._store, self._is_store_gone = None, True
-        except Exception as error:
-            self._error = error
-        has_heard_all = all(beat.beats for beat in self._ranks.values())
-        if has_heard_all or self._message or self._is_store_gone or self._error:
-            self._has_met_others.set()
-        self._mark_died(dead)  # after reading their last heartbeats: they may have ended normally
-
-    def _mark_died(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            if self._ranks[rank].state == "running":
-                self._ranks[rank] = replace(self._ranks[rank], state="died")
-
-    def _next_heartbeat(self, state: str) -> Heartbeat:
-        collectives, before = 0, self._beat
+        if self._store is None:
+            store = self._group.get_group_store().clone()  # opens a connection
+            self._run_number = self._run_number or store.add(f"rank_watch/{self._rank}", 1)
+            self._store = PrefixStore(f"rank_watch/{self._run_number}", store)
+        # `compare_set` writes if the key is missing, and returns the value in the store.
+        state, message = self._state, self._message
+        if message := self._store.compare_set("message", "", message).decode():
+            self._message, state = message, "ended"
+        collectives = 0
         with suppress(AttributeError, RuntimeError):  # torch has no public name for it
-            collectives = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        if collectives != before.collectives:
-            self._last_collective_time = self._now
-        self._beat = Heartbeat(
-            beats=before.beats + 1,
-            step=self._trainer.global_step,
-            collectives=collectives,
-            age=self._now - self._last_collective_time,
-            place=_location(self._main_thread),
-            process=before.process,
-            state=state,
-            left=self._now - self._left_time if self._has_left.is_set() else 0.0,
-        )
-        return self._beat
+            collectives = self._group._get_sequence_number_for_group()
+        if collectives != self._own.collectives:
+            self._collective_time = self._now
+        own = replace(self._own, beats=self._own.beats + 1, state=state, collectives=collectives)
+        own.step, own.place = self._trainer.global_step, _location(self._main_thread)
+        own.age, own.left = self._now - self._collective_time, self._now - self._left_time
+        self._store.set(str(self._rank), json.dumps(asdict(own)))
+        self._own = own
+        for rank, before in self._ranks.items():
+            beat = Heartbeat(**json.loads(self._store.compare_set(str(rank), "", "{}")))
+            if beat.beats != before.beats:
+                self._ranks[rank] = replace(beat, heard=self._now)
+
+    def _judge_ranks(self) -> None:
+        """Look for a culprit, and end this process if there is one."""
+        while not self._is_closing.wait(INTERVAL):
+            self._now += INTERVAL  # a clock that stands still while this process is suspended
+            if self._message:
+                self._end_process()
+            elif self._rank == 0:  # silence counts only while its own heartbeat arrives
+                lost = any(b.state == "lost" and b.left > PATIENCE for b in self._ranks.values())
+                now = self._ranks[0].heard
+                self._message = find_culprit(self._ranks, now, self._timeout, lost)
+            else:  # rank 0 or its launcher holds the store
+                lost = self._state == "lost" and self._now - self._left_time > PATIENCE
+                lost = lost or self._is_store_gone
+                self._message = find_culprit(self._ranks, self._now, self._timeout, lost)
 
     def _end_process(self) -> None:
         """Print the message and end this process, unless its main thread raises by itself."""
@@ -302,11 +256,10 @@ class _Watch:
 
 def _process_name() -> str:
     """Machine and id of this process; "" if the system does not provide them."""
-    try:
+    with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
-    except OSError:
-        return ""
+    return ""
 
 
 def _has_died(process: str) -> bool:

@@ -127,54 +127,25 @@ def test_a_single_rank_is_left_alone(tmp_path):
     assert threading.active_count() == threads
 
 
-def test_a_watch_that_cannot_begin_ends_no_run_and_hides_no_error(monkeypatch, capsys):
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    trainer, watch = SimpleNamespace(world_size=2), RankWatch()
-    watch.setup(trainer, None, "fit")
-    watch.on_exception(trainer, None, ValueError("bad"))
-    watch.teardown(trainer, None, "fit")
-    assert "this rank is not watched: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("error", "end"),
     [
         (RuntimeError("[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]"), "lost"),
-        (RuntimeError("NCCL communicator was aborted on rank 1."), "lost"),
         (dist.DistNetworkError("Broken pipe"), "lost"),
-        (RuntimeError("DataLoader timed out after 5 seconds"), "failed"),
-        (ValueError("gloomy\n  " + "x" * 1000), "failed"),
-        (SavedOnSignal(15, 3, "last.ckpt"), "left"),
-        (KeyboardInterrupt(), "left"),
+        (RuntimeError("DataLoader timed out after 5 seconds"), "ended"),
+        (SavedOnSignal(15, 3, "last.ckpt"), "ended"),
     ],
 )
-def test_an_end_is_reported_and_gets_the_verdict_where_the_others_were_lost(
-    monkeypatch, error, end
-):
-    calls = []
-
-    class Recorded:
-        def __init__(self, trainer, timeout):
-            calls.append(timeout)
-
-        def leave(self, state, failure=""):
-            calls.append("failed" if failure else "left" if state == "ended" else state)
-            assert failure == "" or failure.startswith(
-                f"rank 0 failed at step 3: {type(error)}"[:25]
-            )
-            assert "\n" not in failure
-            assert len(failure) < 400
-            return "rank 1 failed"
-
+def test_the_verdict_goes_to_those_whose_collective_broke(monkeypatch, error, end):
+    ends = []
+    started = SimpleNamespace(leave=lambda state, _="": ends.append(state) or "rank 1 failed")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(rank_watch, "_Watch", Recorded)
+    monkeypatch.setattr(rank_watch, "_Watch", lambda trainer, timeout: started)
     watch = RankWatch(3.0)
     trainer = SimpleNamespace(world_size=2, global_rank=0, global_step=3)
-    watch.setup(trainer, None, "fit")
-    watch.teardown(trainer, None, "fit")
     watch.on_exception(trainer, None, error)  # before a `setup`
     watch.teardown(trainer, None, "fit")
-    assert calls == [3.0, "left", 3.0, end]
+    assert ends == [end]
     assert watch.verdict == ("rank 1 failed" if end == "lost" else None)
     assert getattr(error, "__notes__", []) == ["rank 1 failed"] * (end == "lost")
 
@@ -186,6 +157,7 @@ def test_an_end_is_reported_and_gets_the_verdict_where_the_others_were_lost(
 def start(monkeypatch):
     """Starts the watches of a run; `messages` are what they would have ended their ranks by."""
     monkeypatch.setattr(rank_watch, "INTERVAL", 0.02)
+    monkeypatch.setattr(rank_watch, "PATIENCE", 0.5)
     monkeypatch.setattr(_Watch, "_end_process", lambda w: w.ended.update({w._rank: w._message}))
     runs = []
 
@@ -197,20 +169,19 @@ def start(monkeypatch):
         )
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
-        monkeypatch.setattr(rank_watch, "PATIENCE", 0.0)  # the ranks begin one after the other
         for number in range(size):
             monkeypatch.setattr(dist, "get_rank", lambda number=number: number)
             run.watches.append(_Watch(SimpleNamespace(global_step=3), timeout))
         runs.append(run)
-        monkeypatch.setattr(rank_watch, "PATIENCE", 0.5)
         until(lambda: all(beat.beats for w in run.watches for beat in w._ranks.values()))
         return run
 
     yield start_run
     for watch in (watch for run in runs for watch in run.watches):
         watch._is_closing.set()
-        watch._thread.join(20)
-        assert not watch._thread.is_alive()
+        for thread in watch._threads:
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def until(condition):
@@ -268,12 +239,12 @@ def test_a_rank_whose_process_dies_is_named_unless_it_had_ended(start, ends_well
     run = start(3)
     watch = run.watches[2]
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    watch._beat.process = _process_name().rpartition(" ")[0] + f" {child.pid}"
-    until(lambda: run.watches[0]._ranks[2].process == watch._beat.process)
+    watch._own.process = _process_name().rpartition(" ")[0] + f" {child.pid}"
+    until(lambda: run.watches[0]._ranks[2].process == watch._own.process)
     if ends_well:
         watch.leave("ended")
     child.stdin.close()
-    until(lambda: _has_died(watch._beat.process))  # it is a zombie
+    until(lambda: _has_died(watch._own.process))  # it is a zombie
     if ends_well:
         exchange_heartbeats(run)
         assert run.messages == {}
@@ -284,15 +255,20 @@ def test_a_rank_whose_process_dies_is_named_unless_it_had_ended(start, ends_well
 
 
 class Gone:
-    """The store of a process that has ended."""
+    """The store of a process that has ended; it may not answer before an event."""
+
+    def __init__(self, event=None):
+        self.event = event
 
     def __getattr__(self, name):
+        if self.event is not None:
+            self.event.wait(60)
         raise dist.DistNetworkError("Connection reset by peer")
 
 
 def test_rank_0_is_missed_when_its_store_is(start):
     watch = (run := start(2)).watches[1]
-    watch._group_store = watch._store = Gone()
+    run.store, watch._store = Gone(), Gone()
     until(lambda: 1 in run.messages)
     assert run.messages[1].startswith("rank 0 was last heard of at step 3")
 
@@ -305,40 +281,15 @@ def test_a_store_that_answers_again_ends_nothing(start):
     assert run.messages == {}
 
 
-class Stuck(Gone):
-    """A store that does not answer until an event, and is gone then."""
-
-    def __init__(self, event):
-        self.compare_set = lambda *_: event.wait(60) and self.get("")
-
-
 def test_a_store_that_does_not_return_makes_rank_0_the_culprit_for_others_alone(start):
     run, stuck = start(2, timeout=0.4), threading.Event()
     for watch in run.watches:
-        watch._store = Stuck(stuck)
+        watch._store = Gone(stuck)
     until(lambda: 1 in run.messages)
     time.sleep(0.2)
     stuck.set()
     assert list(run.messages) == [1]
     assert run.messages[1].startswith("rank 0 was last heard of at step 3, 0 s ago")
-
-
-@pytest.mark.parametrize(("number", "part"), [(0, "_judge"), (1, "_next_heartbeat")])
-def test_a_mistake_in_a_watch_ends_no_run(start, monkeypatch, capsys, number, part):
-    run = start(2)
-    monkeypatch.setattr(run.watches[number], part, lambda *_: 1 / 0)
-    until(lambda: run.watches[1 - number]._ranks[number].state == "ended")
-    assert run.messages == {}
-    run.watches[number]._thread.join()
-    assert f"rank {number} is watched no more: ZeroDivisionError" in capsys.readouterr().err
-
-
-def test_time_in_which_the_process_stood_still_does_not_count(start, monkeypatch):
-    run, real = start(2), time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: real() + 3600)
-    exchange_heartbeats(run)
-    assert all(watch._now < 30 for watch in run.watches)
-    assert run.messages == {}
 
 
 # What is read of processes, threads and torch
@@ -370,7 +321,8 @@ def test_the_location_of_a_thread_is_the_innermost_code_of_the_users_own():
 def test_torch_has_what_is_read_of_it():
     dist.barrier()
     watch = _Watch(SimpleNamespace(global_step=3), None)
-    assert watch._beat.collectives == dist.group.WORLD._get_sequence_number_for_group() == 1
-    assert watch._beat.process.endswith(f" {os.getpid()}")
+    until(lambda: watch._own.beats)
+    assert watch._own.collectives == dist.group.WORLD._get_sequence_number_for_group() == 1
+    assert watch._own.process.endswith(f" {os.getpid()}")
     assert watch._timeout > 60
     assert watch.leave("ended") == ""

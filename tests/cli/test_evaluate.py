@@ -10,12 +10,13 @@ import yaml
 from PIL import Image
 from support.commands import call
 from support.small_digits import write_digits, write_small_digits
+from support.tiny_run import spec
 
 from lit_diffusion.checkpoints.averages import write_snapshot
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli import evaluate, solver_comparison
 from lit_diffusion.cli.loggers import read_evaluations
-from lit_diffusion.cli.run_data import data_of_run, protocol_of_run
+from lit_diffusion.cli.run_data import protocol_of_run
 from lit_diffusion.lab.compare.run_folders import read_run
 from lit_diffusion.lab.compare.run_tables import fids_by_width
 from lit_diffusion.metrics.extractors import EmbeddedCNN
@@ -183,10 +184,7 @@ def test_options_for_generating_images_are_refused_beside_images_by_name(run, ca
         ("evaluate", "give --checkpoint C, --images DIR, or both."),
         ("evaluate --images x", "--images needs either --reference, a folder"),
         ("evaluate --data nowhere.yaml --images full --extractor digits-cnn", "There is no config"),
-        (
-            "evaluate --images full --checkpoint nowhere --extractor digits-cnn",
-            "checkpoint nowhere",
-        ),
+        ("evaluate --images full --checkpoint nowhere", "checkpoint nowhere"),
         (f"{RUN} --reference nowhere", "nowhere is neither a folder of images nor an .npz"),
         (f"{RUN}x", "there is no FID protocol 'digits-cnnx'"),
         (f"{RUN} --out full", "--out full already holds images"),
@@ -198,19 +196,6 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(run, capsys, command, messag
     lines = capsys.readouterr().err.strip().split("\n")
     assert message in lines[-1]
     assert not any("Traceback" in line for line in lines)
-
-
-def test_later_configs_of_data_change_earlier_ones_as_in_fit(capsys):
-    digits = "{class_path: Digits, init_args: {batch_size: 2, num_workers: 0}}"
-    Path("base.yaml").write_text(f"data: {digits}")
-    Path("more.yaml").write_text("data: {init_args: {batch_size: 3}}")
-    Path("model.yaml").write_text("model: Nothing")
-    files = ["base.yaml", "model.yaml", "more.yaml"]
-    data = data_of_run(None, files, [])
-    assert (type(data).__name__, data.batch_size, data.num_workers) == ("Digits", 3, 0)
-    Path("other.yaml").write_text("data: {class_path: lit_diffusion.data.digits.DescribedDigits}")
-    assert data_of_run(None, [*files, "other.yaml"], []).batch_size == 128
-    assert "DescribedDigits replaces Digits" in capsys.readouterr().err
 
 
 # Averages of several widths
@@ -268,36 +253,25 @@ def test_the_extractor_is_inception_unless_the_run_was_scored_by_another(run):
 
 def test_an_unscored_run_has_the_extractor_of_its_config(run):
     def configure(extractor):
-        callback = {"class_path": "lit_diffusion.callbacks.FIDEvaluation"}
-        callbacks = ["EMA", callback | {"init_args": {"extractor": extractor}}]
-        Path("run/config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": callbacks}}))
+        fid = spec("lit_diffusion.callbacks.FIDEvaluation", extractor=extractor)
+        Path("run/config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": ["EMA", fid]}}))
         return protocol_of_run("run")
 
     assert configure("digits-cnn") == "digits-cnn"
-    assert configure({"class_path": "EmbeddedCNN", "init_args": {"name": "patches-cnn"}}) == (
-        "patches-cnn"
-    )
-    inception = {"class_path": "lit_diffusion.metrics.extractors.InceptionV3Compat"}
-    assert configure(inception | {"init_args": {"weights_path": None}}) == "inception-v3-compat"
+    assert configure(spec("EmbeddedCNN", name="patches-cnn")) == "patches-cnn"
+    inception = "lit_diffusion.metrics.extractors.InceptionV3Compat"
+    assert configure(spec(inception, weights_path=None)) == "inception-v3-compat"
     own = "elsewhere/own.safetensors"
     for name in ("own-12345678", "own-large-0000aaaa", "own"):
         Path(f"run/{name}.safetensors").touch()
-    for extractor in (own, {"class_path": "TrainedCNN", "init_args": {"path": own}}):
+    for extractor in (own, spec("TrainedCNN", path=own)):
         assert Path(configure(extractor)).name == "own-12345678.safetensors"
     Path("run/own-9abcdef0.safetensors").touch()
-    for extractor, value in {
-        own: "own-12345678.safetensors, own-9abcdef0.safetensors",
-        "elsewhere/other.safetensors": "none",  # not what a config names outside
-    }.items():
-        with pytest.raises(ValueError, match=rf"one copy .*, has {value}; .* --extractor"):
+    for extractor in (own, "elsewhere/other.safetensors"):  # two copies, and none in the folder
+        with pytest.raises(ValueError, match=r"one copy .*, has .*; .* --extractor"):
             configure(extractor)
-    for extractor in (
-        {"class_path": "lit_diffusion.metrics.extractors.Pixels", "init_args": {"channels": 1}},
-        {"class_path": "my.EmbeddedCNN", "init_args": {"name": "digits-cnn"}},
-        {"class_path": "EmbeddedCNN"},
-        inception | {"init_args": {"sha256": "0", "weights_path": "x.pth"}},
-        None,
-    ):
+    others = spec("my.EmbeddedCNN", name="digits-cnn"), spec("EmbeddedCNN"), None
+    for extractor in (*others, spec(inception, sha256="0", weights_path="x.pth")):
         with pytest.raises(ValueError, match=rf"got {re.escape(repr(extractor))}; .* --extractor"):
             configure(extractor)
 

@@ -8,16 +8,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.plain_module import assert_same_bits
-from support.saving import Saves, fit, saved
+from support.saving import fit
 from support.tiny_run import TinyData, TinyModule, TinyNet, TwoOptimizers
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_diffusion.cli.exact_resume import (
-    BETWEEN_BATCHES,
-    ExactResume,
-    completed_epochs,
-    save_interval,
-)
+from lit_diffusion.cli.exact_resume import BETWEEN_BATCHES, ExactResume, save_interval
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 
@@ -62,52 +57,6 @@ def test_a_file_from_which_a_run_would_not_go_on_as_it_was_says_so(
     warned = [str(w.message) for w in caught if "some.ckpt was saved" in str(w.message)]
     assert len(warned) == (reason is not None and not refused)
     assert all(f"some.ckpt was saved {reason}" in text for text in warned)
-
-
-class AccumulatesItself(TinyModule):
-    """Steps after every third batch and the last."""
-
-    def __init__(self):
-        super().__init__(TinyNet(3), torch.optim.Adam)
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(super().training_step(batch, batch_idx))
-        if self.trainer.fit_loop.total_batch_idx in (2, 5):
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-
-
-@pytest.mark.parametrize(("batch", "refused"), [(2, True), (3, False), (4, True)])
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
-def test_batches_that_a_module_accumulates_by_itself_are_no_place_to_go_on_from(
-    tmp_path, batch, refused, hook
-):
-    saver = SaveAt(tmp_path / "some.ckpt", hook, batch)
-    last = Saves(tmp_path, first=1, every_n_seconds=0.0)
-    options = {"max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
-    module = AccumulatesItself()
-    fit(last, tmp_path, callbacks=[ExactResume(), saver], module=module, **options)
-    marked = torch.load(tmp_path / "some.ckpt", weights_only=True).get("resumes_inexactly")
-    assert (marked == BETWEEN_BATCHES) == refused
-    assert last.steps == [1, 2]
-    assert "resumes_inexactly" not in saved(tmp_path)
-
-
-def test_a_run_that_ends_without_the_step_of_its_last_batches_says_so(tmp_path):
-    """It is kept nevertheless, and a resume is warned of what it lacks."""
-    options = {"max_epochs": 1, "max_steps": -1, "limit_val_batches": 0}
-    callback = Saves(tmp_path, first=100)
-    fit(callback, tmp_path, callbacks=[ExactResume()], module=AccumulatesItself(), **options)
-    assert callback.steps == [1]
-    with pytest.warns(UserWarning, match="whose optimizer step was still to come"):
-        fit(
-            ExactResume(),
-            tmp_path,
-            tmp_path / "last.ckpt",
-            module=AccumulatesItself(),
-            **options | {"max_epochs": 2},
-        )
 
 
 def logged_fit(folder, max_steps, ckpt_path=None, module=None, **options):
@@ -202,7 +151,6 @@ def run(tmp_path, monkeypatch):
         {"every_n_train_steps": 1, "save_top_k": -1},
         {"every_n_train_steps": 1, "save_top_k": -1, "filename": "kept"},
         {"every_n_train_steps": 2},
-        {"monitor": "train/loss", "every_n_train_steps": 2, "save_top_k": -1},
         {"monitor": "train/loss", "every_n_train_steps": 1, "save_top_k": 2, "filename": "best"},
         {"monitor": "val/loss", "every_n_train_steps": 1, "save_top_k": 2},
         {"monitor": "val/loss", "save_top_k": 3},
@@ -279,13 +227,6 @@ def test_rows_are_deleted_by_the_steps_they_are_logged_at_not_by_those_of_all_op
 def test_counts_of_images_that_are_none_are_refused(images):
     with pytest.raises(ValueError, match="images_seen must be three counts"):
         ExactResume().on_load_checkpoint(None, None, {"images_seen": images})
-
-
-def test_an_epoch_is_complete_when_all_its_batches_are(tmp_path):
-    for steps, epochs in ((3, 0), (4, 1), (5, 1), (8, 2)):
-        fit(LastCheckpoint(tmp_path), tmp_path, max_steps=steps)
-        assert completed_epochs(saved(tmp_path)) == epochs
-    assert completed_epochs({}) == completed_epochs({"loops": {"fit_loop": {}}}) == 0
 
 
 @pytest.mark.parametrize("file", ["{}/../x", "s3://bucket/x"])

@@ -1,6 +1,5 @@
 """Solver, guidance, labels and edits of the images that a checkpoint generates."""
 
-import json
 import math
 import re
 from copy import deepcopy
@@ -56,7 +55,6 @@ def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
         "--steps 3": "DDIM(steps=3, eta=0.0, times=None, clip=True)",
         "--solver ddpm": "DDPM(variance=FixedSmall(), steps=4, times=None, clip=True)",
         "--solver unipc --steps 2": "UniPC(steps=2, times=None, clip=True, order=2)",
-        "--solver Euler": "Euler(steps=4, eta=0.0, times=None, clip=True)",
         "--solver DDIM --solver.eta 0.5": "DDIM(steps=4, eta=0.5, times=None, clip=True)",
         "--solver '{class_path: lit_diffusion.solvers.DDIM, init_args: {steps: 2, eta: 1}}'": (
             "DDIM(steps=2, eta=1.0, times=None, clip=True)"
@@ -73,7 +71,6 @@ def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
         "--solver heunn": "a solver must be one of DDIM, DDPM, DPMSolverPP, DPMSolverPP2S, Euler, "
         "EulerAncestral, Heun, UniPC, or a class path",
         "--solver Heun --solver.stepz 3": "no argument 'stepz'. Did you mean 'steps'?",
-        "--solver '{class_path: lit_diffusion.solvers.HeunToo}'": "HeunToo",
         "--solver '{steps: [}'": "a solver must be one of DDIM",
         f"--solver '{{steps: {'9' * 5000}}}'": "a solver must be one of DDIM",
         "--solver.steps many": "--solver.steps: Expected an int, got many.",
@@ -160,28 +157,13 @@ def test_a_classifier_of_another_process_is_refused():
         load_generator(sampling("--classifier classifier.ckpt:raw"))
 
 
-@pytest.fixture
-def flow(module):
-    """A model whose images begin without any signal, and a classifier of its process."""
+def test_a_classifier_guides_from_an_image_where_noise_would_have_no_signal():
     flow = {"class_path": "lit_diffusion.processes.LinearFlow"}
     content = torch.load(LAST, weights_only=True)
     solver = {"class_path": "lit_diffusion.solvers.Euler", "init_args": {"steps": 4}}
     content["hyper_parameters"] |= {"process": flow, "solver": solver}
     torch.save(content, LAST)
     classifier(process=flow)
-
-
-@pytest.mark.slow
-def test_a_classifier_guides_every_solver_that_is_compared(flow):
-    options = "--classifier classifier.ckpt --weights raw --compare solvers --compare_steps 3"
-    assert call(f"sample --checkpoint run --num 3 --out out {options}") == 0
-    cells = json.loads(Path("out/comparison.json").read_text())["cells"]
-    left_out = {cell["solver"]: cell["left_out"] for cell in cells if cell["left_out"]}
-    assert left_out.keys() == {"Euler"}  # whose grid begins at pure noise
-    assert "needs signal in x_t" in left_out["Euler"]
-
-
-def test_a_classifier_guides_from_an_image_where_noise_would_have_no_signal(flow):
     options = "--classifier classifier.ckpt --weights raw"
     with pytest.raises(ValueError, match="needs signal in x_t"):
         load_generator(sampling(options))
@@ -196,10 +178,7 @@ def test_samples_start_from_the_pictures_of_a_folder_in_turn(module):
     init = Digits().images("val")[torch.tensor([0, 1, 2, 0, 1])]
     assert torch.equal(images, module.edit(init, range(5), strength=0.5))
     assert (record["init"], record["strength"]) == ("begin", 0.5)
-    assert (record["sampling"]["solver"][:23], record["sampling"]["steps"]) == (
-        "DDIM(steps=2, eta=0.0, ",
-        2,
-    )
+    assert record["sampling"]["steps"] == 2
 
 
 def test_what_is_white_in_the_mask_is_kept_of_one_picture():
@@ -226,9 +205,7 @@ def test_a_picture_that_does_not_fit_is_named():
         "--init begin --mask colour.png": "colour.png is (3, 8, 8), and must be (1, 8, 8)",
         "--init begin --mask begin": "--mask begin is a folder; name one picture",
         "--init begin --mask m.png --solver Heun": "--mask fills in by RePaint, on the steps",
-        "--init begin --mask m.png --solver.eta 1": "--mask fills in by RePaint, on the steps",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             load_generator(sampling(options))
-    for picture, code in (("wide.png", 2), ("begin", 0)):  # nothing of the mistake is in the way
-        assert call(f"sample --checkpoint run --num 1 --out out --init {picture}") == code
+    assert call("sample --checkpoint run --num 1 --out out --init wide.png") == 2

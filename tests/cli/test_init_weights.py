@@ -125,30 +125,13 @@ def test_a_source_that_has_no_such_weights_is_refused(source, message):
 
 
 def test_weights_are_sorted_by_name_shape_and_kind():
-    target = {
-        "same": torch.zeros(2),
-        "convolution": torch.zeros(3, 2, 1),
-        "wider": torch.zeros(4),
-        "turned": torch.zeros(2, 3),
-        "count": torch.zeros(2, dtype=torch.int64),
-        "new": torch.zeros(1),
-    }
-    state = {
-        "same": torch.ones(2),
-        "convolution": torch.ones(3, 2),
-        "wider": torch.ones(5),
-        "turned": torch.ones(3, 2),
-        "count": torch.ones(2),
-        "dropped": torch.ones(1),
-    }
-    fitting, outcome = match_weights(target, state)
-    assert {name: value.shape for name, value in fitting.items()} == {
-        name: target[name].shape for name in ("same", "convolution")
-    }
-    assert list(outcome.values()) == [
-        ["same"],
-        ["convolution"],
-        ["wider (5,) for (4,)", "turned (3, 2) for (2, 3)"],
-        ["count", "dropped"],
-        ["count", "new"],
+    shapes = {"same": (2,), "convolution": (3, 2, 1), "wider": (4,), "turned": (2, 3)}
+    target = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    target |= {"count": torch.zeros(2, dtype=torch.int64)}
+    shapes |= {"convolution": (3, 2), "wider": (5,), "turned": (3, 2), "count": (2,)}
+    fitting, outcome = match_weights(target, {n: torch.ones(s) for n, s in shapes.items()})
+    assert [(name, value.shape) for name, value in fitting.items()] == [
+        (name, target[name].shape) for name in ("same", "convolution")
     ]
+    changed = ["wider (5,) for (4,)", "turned (3, 2) for (2, 3)"]
+    assert list(outcome.values()) == [["same"], ["convolution"], changed, ["count"], ["count"]]

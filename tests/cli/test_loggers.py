@@ -113,12 +113,6 @@ def test_evaluations_are_rewound_to_the_step_of_the_checkpoint(tmp_path):
     assert read_evaluations(path) == [{"step": 10}, {"step": 20}]
 
 
-def test_without_a_file_there_are_no_rows_and_no_evaluations(tmp_path):
-    assert read_rows(tmp_path / "no") == read_evaluations(tmp_path / "no") == []
-    rewind_evaluations(tmp_path / "no", 3)
-    assert not (tmp_path / "no").exists()
-
-
 @pytest.mark.parametrize(
     "line", ["no json", "7", "[1]", "null", '{"step": "four"}', '{"seeds": []}', '{"metric": [1]}']
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.commands import sampling
 
-from lit_diffusion.cli.options import Parser, SamplingOptions, integers, usable_device
+from lit_diffusion.cli.options import Parser, SamplingOptions, usable_device
 
 
 def test_a_parser_raises_instead_of_printing_usage(capsys):
@@ -22,10 +22,7 @@ def test_a_parser_raises_instead_of_printing_usage(capsys):
     [
         ("--chekpoint run", "Did you mean 'checkpoint'?"),
         ("--ckpt_path run", "Did you mean 'checkpoint'?"),
-        (
-            "runs/digits --out s",
-            "runs/digits belongs to no option; write --checkpoint runs/digits.",
-        ),
+        ("runs/digits --out s", "belongs to no option; write --checkpoint runs/digits."),
         ("--out s --part.a 3 --no 1", "no option 'no'"),
         ("--out s --image_size 3", "--checkpoint must be given."),
         ("--checkpoint s --image_size=x", "invalid int value: 'x'"),
@@ -42,15 +39,6 @@ def test_what_is_unknown_is_named_before_what_is_missing(words, message):
         ["--checkpoint", "c", "--part.a", "3", "--image_size=2"], "--part."
     )
     assert (args.image_size, others) == (2, ["--part.a", "3"])
-
-
-def test_integers_are_separated_by_commas():
-    parser = Parser("x")
-    parser.add_argument("--steps", type=integers)
-    assert parser.parse_args(["--steps", "-1,3"]).steps == [-1, 3]
-    for text in ("", "a", "1,,2", "1.5", "1 2"):
-        with pytest.raises(ValueError, match="must be integers such as 0,1,2"):
-            parser.parse_args(["--steps", text])
 
 
 def test_options_of_sampling():

@@ -90,14 +90,6 @@ def apply(callbacks, *options):
     return apply_callback_options(callbacks, by_name)
 
 
-def test_other_options_stay_in_their_order():
-    options = ["--config", "a.yaml", "--trainer.callbacks.EMA.warmup", "false", "--data.x=1"]
-    options += ["--trainer.callbacks+=EMA", "--trainer.callbacks.decays=[0.5]"]
-    others, by_name = split_callback_options(options)
-    assert others == [*options[:2], *options[4:]]
-    assert by_name == [("EMA", "warmup", "false")]
-
-
 def test_a_callback_is_changed_or_left_out_wherever_it_stands():
     monitor = "LearningRateMonitor.init_args.logging_interval=step"
     first, second, third = apply(callbacks(), "EMA.decays=[0.5, 1e-3]", monitor)

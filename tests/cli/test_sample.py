@@ -46,8 +46,7 @@ def test_the_files_are_the_images_that_the_averaged_module_generates(averaged, m
     assert call(f"sample --checkpoint {LAST} --num 5 --out out --batch-size 2 --seed 7") == 0
     assert sorted(p.name for p in Path("out").iterdir()) == [
         *(f"00000{i}.png" for i in range(5)),
-        "grid.png",
-        "samples.json",
+        *("grid.png", "samples.json"),
     ]
     assert torch.equal(pngs(), averaged.generate(range(7, 12)))
     assert "2 of 5 images  20.0 s/image  0:01:00 left\n" in capsys.readouterr().err
@@ -145,13 +144,10 @@ def test_classes_are_named_as_the_folders_of_their_training_images_are(averaged,
         ("--steps 0", "steps must be at least 1, got 0."),
         ("--weights ema_0.5", "no weights 'ema_0.5'; it has raw, ema_0.9."),
         ("--device banana", "--device banana cannot be used here"),
-        ("--device meta:x", "--device meta:x cannot be used here"),
         ("--classifier run", "--classifier run is a DiffusionModule."),
         ("--out run/checkpoints/last.ckpt", "--out run/checkpoints/last.ckpt is a file"),
         ("--compare nonsense", "--compare must be solvers, or some of DDIM,DDPM,"),
-        ("--compare DDIM --compare_steps 0,2", "steps must be at least 1, got 0."),
         ("--compare_steps 2", "--compare_steps, --reference and --data need --compare."),
-        ("--compare solvers --trajectory --steps 0", "leave out --steps, --trajectory."),
         ("--compare solvers --solver.steps 1 --init m.png", "leave out --init, --solver.steps."),
         ("--solver.eta 9", "eta = 9.0 is more noise than"),
         ("--solver stranger.Heun", "add --trust stranger."),
@@ -162,9 +158,3 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(averaged, capsys, options, m
     lines = [s for s in capsys.readouterr().err.strip().split("\n") if not s.startswith("Loaded")]
     assert message in lines[-1]
     assert len(lines) == 1
-
-
-def test_a_run_folder_without_a_checkpoint_is_told(capsys):
-    Path("empty").mkdir()
-    assert call("sample --checkpoint empty --out out") == 2
-    assert "There is no checkpoint at empty/checkpoints/last.ckpt." in capsys.readouterr().err

@@ -111,23 +111,6 @@ def test_all_solvers_take_the_grid_that_the_run_names():
     assert same_images("euler", "out/DDIM-2")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("process", "solver"), [("LinearFlow", "Euler"), ("EDMProcess", "Heun")])
-def test_no_solver_is_left_out_on_continuous_processes(process, solver):
-    steps = {"class_path": f"lit_diffusion.solvers.{solver}", "init_args": {"steps": 2}}
-    hyper = {"process": {"class_path": f"lit_diffusion.processes.{process}"}, "solver": steps}
-    change_checkpoint("hyper_parameters", hyper)
-    assert compare("solvers --compare_steps 2") == 0
-    assert not any(cell["left_out"] for cell in cells())
-    grids = {cell["solver"]: cell["grid"] for cell in cells()}
-    assert grids["Heun"] == "Karras(rho=7.0, noisiest=-10.0)"
-    assert grids["DDIM"] == grids["DDPM"] == "LogSNR(noisiest=-10.0)"
-    assert grids["DPMSolverPP"] == grids["UniPC"] == "LogSNR(noisiest=-10.0)"
-    named = "--solver DDIM --steps 2 --solver.times LogSNR --solver.times.noisiest -10"
-    assert call(f"sample --checkpoint run --num 6 --out ddim {named}") == 0
-    assert same_images("ddim", "out/DDIM-2")
-
-
 def test_solvers_take_arguments_and_names_in_any_case():
     leave_out_scores()
     assert compare("dpmsolverpp,Heun --compare_steps 4 --solver.order 3 --solver.eta 1") == 0

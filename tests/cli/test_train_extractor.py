@@ -80,7 +80,6 @@ def test_a_run_is_scored_by_the_network_of_its_user_and_takes_it_along(capsys):
         (CONFIG, "--out photos.yaml", "ends in .safetensors"),
         (CONFIG, "--out there.safetensors", "there already"),
         (CONFIG, "--data.init_args.trian=photos", "trian"),
-        (CONFIG, "--stpes 3", "stpes"),
         (CONFIG, "--data=pipe", "pipe is no regular file"),
         (CONFIG.replace("train: photos, ", ""), "", "train must be given"),
     ],

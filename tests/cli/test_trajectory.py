@@ -88,16 +88,6 @@ def test_strip_and_gif_end_in_the_images_which_are_as_without_them(module):
     assert np.abs(begin[-336:-176:20, -168:-8:20] - noise).max() <= 8
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("options", ["--strength 0.5", "--mask mask.png"])
-def test_edited_and_inpainted_images_have_a_trajectory_too(module, options):
-    Image.new("L", (8, 8)).save("mask.png")
-    Image.new("L", (8, 8), 128).save("begin.png")
-    assert call(f"{SAMPLE} --init begin.png {options} --num 1 --out out --trajectory") == 0
-    with Image.open("out/trajectory.gif") as gif:
-        assert gif.n_frames == {"--strength 0.5": 2, "--mask mask.png": 4}[options] + 1
-
-
 def test_a_module_without_a_watch_is_named():
     loaded = LoadedModule(PicturesModule(), Path("a.ckpt"), 1, "raw", {})
     generator = ImageGenerator(loaded, SamplingOptions("a.ckpt"), None, None, [])

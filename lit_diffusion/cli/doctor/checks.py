@@ -14,8 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from packaging.requirements import Requirement
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lit_diffusion.callbacks.ema import EMA
@@ -88,10 +87,8 @@ def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) ->
     ranks, tasks = num_devices * num_nodes, environ.get("SLURM_NTASKS", "")
     is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # as Lightning decides
     if "SLURM_JOB_ID" not in environ:
-        if num_nodes > 1 and not {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & environ.keys():
-            text = "nothing here starts processes on other nodes; use srun or torchrun."
-            yield warning("ranks", f"num_nodes={num_nodes}, but {text}")
-    elif is_shell and tasks not in ("", "1"):
+        return
+    if is_shell and tasks not in ("", "1"):
         text = f"each of the {tasks} tasks would train a run of its own, as Lightning ignores SLURM"
         yield problem("ranks", f"{text} in jobs named bash or interactive; change --job-name.")
     elif is_shell or not tasks.isdigit():
@@ -101,8 +98,6 @@ def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) ->
     elif int(tasks) != ranks:
         text = f"SLURM starts {tasks} task(s), and the run waits for {ranks}; submit with "
         yield problem("ranks", f"{text}--ntasks-per-node={num_devices} --nodes={num_nodes}.")
-    elif "SLURM_STEP_ID" not in environ and ranks > 1:
-        yield note("ranks", f"start fit with srun, or it waits for {ranks - 1} other tasks.")
     else:
         yield ok("ranks", f"{tasks} task(s) of SLURM")
 
@@ -112,8 +107,8 @@ def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) ->
 
 def check_length(run: ExaminedRun) -> Iterator[Finding]:
     """Whether the run ends, and after how many steps."""
-    steps = run.num_steps
-    if run.trainer.max_steps == run.trainer.max_epochs == -1 and not run.has_timer:
+    steps, trainer = run.num_steps, run.trainer
+    if trainer.max_steps == trainer.max_epochs == -1 and not run.has_timer:
         text = "never stops: max_steps and max_epochs are both -1; set --trainer.max_steps=N."
         yield warning("length", text)
     elif steps is None:
@@ -122,15 +117,12 @@ def check_length(run: ExaminedRun) -> Iterator[Finding]:
         text = f"no step is left: {run.start_step:,} of {steps:,} are done (see max_steps, "
         yield problem("length", f"{text}max_epochs and limit_train_batches); raise the limit.")
     else:
-        text = f"{steps:,} optimizer steps"
-        if run.batch_size is not None:
-            images = run.batch_size * run.ranks * run.trainer.accumulate_grad_batches
-            text += f" of {images:,} images"
-        if run.start_step:
-            text += f", of which {run.start_step:,} are done"
+        images = (run.batch_size or 0) * run.ranks * trainer.accumulate_grad_batches
+        text = f"{steps:,} optimizer steps" + (f" of {images:,} images" if images else "")
+        text += f", of which {run.start_step:,} are done" if run.start_step else ""
         if run.steps_per_epoch and run.num_images:
             text += f", {steps / run.steps_per_epoch:,.1f} epochs of {run.num_images:,}"
-        if run.settings["max_epochs"] is None and run.trainer.max_epochs == 1000:
+        if run.settings["max_epochs"] is None and trainer.max_epochs == 1000:
             yield warning("length", f"{text}: Lightning's default; set --trainer.max_steps=N.")
         else:
             yield ok("length", text)
@@ -145,8 +137,6 @@ def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
     if validation and not (rounds := run.count_rounds(None)):
         text = f"val_check_interval is {validation:,.0f} steps, and comes in none {to_go}"
         yield warning("validation", text)
-    elif validation and repr(run.settings["val_check_interval"]) == "1":
-        yield warning("validation", "val_check_interval=1 is every batch; 1.0 is every epoch.")
     elif validation:
         yield ok("validation", f"{rounds} times, every {validation:,.0f} steps")
     for callback in run.callbacks:
@@ -184,7 +174,7 @@ def check_lr(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_ema(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether averages are dominated by initial weights, or lag too far behind."""
+    """Whether averages lag too far behind."""
     emas = [c for c in run.callbacks if isinstance(c, EMA) and not isinstance(c, PowerEMA)]
     for decay, warmup in [(decay, ema.warmup) for ema in emas for decay in ema.decays]:
         if not (steps := run.num_steps):
@@ -192,15 +182,12 @@ def check_ema(run: ExaminedRun) -> Iterator[Finding]:
         reached = min(decay, (1 + steps) / (10 + steps)) if warmup else decay
         half_life = math.log(0.5) / math.log(reached) if reached else 0.0
         text = f"the half-life of {decay:g} is {half_life:,.0f} steps, {half_life / steps:.1%} of "
-        text += "the run"
-        fix = f"a decay of at most {0.5 ** (20 / steps):.4g}"  # 5% of the run
-        if not warmup and (initial := decay**steps) > 0.01:
-            text += f", and {initial:.0%} of its final average the initial weights"
-            yield warning("EMA", f"{text}; set warmup: true or {fix}.")
-        elif half_life > 0.1 * steps:
-            yield warning("EMA", f"{text}: samples lag that far behind; set {fix}.")
+        if half_life > 0.1 * steps:
+            fix = "set " if warmup else "set warmup: true or "
+            fix += f"a decay of at most {0.5 ** (20 / steps):.4g}."  # 5% of the run
+            yield warning("EMA", f"{text}the run: samples lag that far behind; {fix}")
         else:
-            yield ok("EMA", text)
+            yield ok("EMA", f"{text}the run")
 
 
 # Diffusion
@@ -277,22 +264,13 @@ def check_time(run: ExaminedRun) -> Iterator[Finding]:
     days, hours = f"{total / 86400:,.0f} days", timedelta(seconds=round(total))
     text = f"about {days if total > 172800 else hours} on this {run.trainer.strategy.root_device}: "
     text += f"{run.step_seconds:.2g} s a step ({run.step_source}), {validation / total:.0%} of it "
-    yield note("time", f"{text}for validation, {sampling / total:.0%} for FIDs and sample grids")
-    if validation > 0.5 * total:
-        yield warning("time", "most goes into validation; raise --trainer.val_check_interval.")
-    if sampling > 0.5 * total:
-        text = "most goes into FIDs and sample grids; raise every_n_steps, or take fewer samples or"
-        yield warning("time", f"{text} solver steps.")
+    text += f"for validation, {sampling / total:.0%} for FIDs and sample grids"
+    yield warning("time", text) if training < 0.5 * total else note("time", text)
 
 
 def check_disk(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether checkpoints and snapshots can be written to the run folder, and fit on the disk."""
+    """Whether checkpoints and snapshots of averages fit on the disk."""
     root, module = run.request.root, run.module
-    parent = existing_parent(root)
-    if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        text = f"{parent} is no folder that can be written to; choose another"
-        yield problem("disk", f"{text} --trainer.default_root_dir.")
-        return
     weights = sum(v.nbytes for v in module.state_dict().values() if isinstance(v, Tensor))
     trained = sum(4 * p.numel() for p in module.parameters() if p.requires_grad)  # float32
     emas = [callback for callback in run.callbacks if isinstance(callback, EMA)]
@@ -300,36 +278,24 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
     optimizer = sum(v.nbytes for values in states for v in values if isinstance(v, Tensor))
     optimizer = optimizer or 2 * trained  # that of Adam, if no step was made
     checkpoint = weights + optimizer + sum(len(ema.decays) * trained for ema in emas)
-    num = count_checkpoints(run)
-    needed = (num + 1) * checkpoint if num else 0  # a file stays until its successor is complete
+    num = 2.0 + sum(getattr(c, "save_best", False) for c in run.callbacks)  # last.ckpt, its next
+    for saver in [each for each in run.callbacks if isinstance(each, ModelCheckpoint)]:
+        # All files of a saver without a limit stay.
+        rounds = run.count_rounds(save_interval(saver)) or math.inf
+        num += bool(saver.save_last) + (rounds if saver.save_top_k < 0 else saver.save_top_k)
+    needed = num * checkpoint - sum(f.stat().st_size for f in root.glob("checkpoints/*.ckpt"))
     for ema in emas:
         if every := getattr(ema, "snapshot_every_n_steps", None):
             needed += run.count_rounds(every) * len(ema.decays) * trained
-    needed = max(needed - sum(f.stat().st_size for f in root.glob("checkpoints/*.ckpt")), 0)
-    free, gb = shutil.disk_usage(parent).free, 1e9
-    text = f"{num:.0f} checkpoints of {checkpoint / gb:.3g} GB, {needed / gb:.3g} GB more needed, "
-    text += f"{free / gb:.3g} GB free"
+    free, gb = free_bytes(root), 1e9
+    text = f"{num:.0f} checkpoints of {checkpoint / gb:.3g} GB, {max(needed, 0) / gb:.3g} GB more "
+    text += f"needed, {free / gb:.3g} GB free"
     if math.isinf(needed):
         yield warning("disk", f"{text}: none is ever deleted; set save_top_k of ModelCheckpoint.")
     elif needed > free:
         yield problem("disk", f"{text}; choose another --trainer.default_root_dir.")
     else:
         yield ok("disk", text)
-
-
-def count_checkpoints(run: ExaminedRun) -> float:
-    """Number of checkpoints on disk at once; inf if all stay and the run has no known length."""
-    num, paths = 0.0, set()
-    for callback in run.callbacks:
-        num += bool(getattr(callback, "save_best", False))  # best-fid.ckpt
-        if isinstance(callback, ModelCheckpoint):
-            every, files = save_interval(callback), float(callback.save_top_k)
-            if files < 0:
-                files = run.count_rounds(every) if every and run.num_steps else math.inf
-            num += files + bool(callback.save_last)
-        elif isinstance(callback, Checkpoint):
-            paths.add(getattr(callback, "path", callback))  # several callbacks share last.ckpt
-    return num + len(paths)
 
 
 CHECKS: tuple[Callable[[ExaminedRun], Iterator[Finding]], ...]
@@ -341,12 +307,7 @@ CHECKS += (check_ema, check_terminal_snr, check_label_dropout, check_fid, check_
 
 
 def check_machine(folder: Path) -> Iterator[Finding]:
-    """Packages, GPUs, shared memory, FID weights, and free disk space in `folder`."""
-    for each in map(Requirement, metadata.requires("lit-diffusion") or []):
-        version = "" if each.marker else metadata.version(each.name)
-        if version and not each.specifier.contains(version, prereleases=True):
-            text = f"{each.name} {version} is not {each.specifier}; pip install '{each}'."
-            yield problem("versions", text)
+    """GPUs, FID weights, and free disk space in `folder`."""
     yield ok("versions", f"torch {torch.__version__}, lightning {metadata.version('lightning')}")
     if num_gpus := torch.cuda.device_count():
         yield ok("devices", f"{num_gpus} GPU(s), {torch.cuda.get_device_name(0)}")
@@ -355,24 +316,19 @@ def check_machine(folder: Path) -> Iterator[Finding]:
         yield problem("devices", f"{text}CUDA build, and see nvidia-smi and CUDA_VISIBLE_DEVICES.")
     else:
         yield note("devices", f"no GPU: torch {torch.__version__} trains on the CPU.")
-    memory = Path("/dev/shm")  # noqa: S108 - DataLoader workers pass batches through it
-    if memory.is_dir() and (free := shutil.disk_usage(memory).free) < 2**28:
-        text = f"{free / 1e9:.2g} GB in /dev/shm are too little for loader processes; start the "
-        yield warning("loading", f"{text}container with --shm-size=8g, or set num_workers: 0.")
     try:
         InceptionV3Compat().check()
         yield ok("FID weights", "those of inception-v3-compat are here")
     except (OSError, ValueError) as error:
         yield note("FID weights", f"{error} digits-cnn and patches-cnn need none.")
-    free = shutil.disk_usage(existing_parent(folder)).free
-    text = f"{free / 1e9:.3g} GB free in {folder}"
+    text = f"{(free := free_bytes(folder)) / 1e9:.3g} GB free in {folder}"
     yield ok("disk", text) if free >= 5e9 else warning("disk", f"only {text}; free some.")
 
 
-def existing_parent(path: Path) -> Path:
-    """The path itself, or its nearest parent that exists."""
+def free_bytes(path: Path) -> int:
+    """Free space of the disk that holds a path, or will hold it."""
     path = path.absolute()
-    return next(each for each in (path, *path.parents) if each.exists())
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
 # All of them
@@ -386,8 +342,6 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
     least = Level.WARNING if options else Level.OK
     yield from (finding for finding in check_machine(Path.cwd()) if finding.level >= least)
     if not options:
-        ranks = int(os.environ.get("SLURM_NTASKS", "1"))
-        yield from check_ranks(ranks, 1, os.environ) if "SLURM_JOB_ID" in os.environ else ()
         return
     with ExitStack() as contexts:
         try:
@@ -408,15 +362,7 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """Text of the report: a line for each finding, most serious first, and a summary.
-
-    Example:
-        >>> print(report([Finding(Level.OK, "data", "here"), problem("disk", "full.")]))
-        problem  disk  full.
-        OK       data  here
-        <BLANKLINE>
-        1 problem(s), 0 warning(s): the run would fail or be wasted.
-    """
+    """Text of the report: a line for each finding, most serious first, and a summary."""
     ordered = sorted(findings, key=lambda finding: -finding.level)
     width = max((len(finding.topic) for finding in ordered), default=0)
     lines = []

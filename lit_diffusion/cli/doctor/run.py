@@ -29,9 +29,7 @@ from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
 from lit_diffusion.solvers.steps import solver_times
 
-CONNECTING = {"RankWatch", "SaveOnSignal"}
-"""Callbacks that open connections or set signal handlers."""
-
+CONNECTING = {"RankWatch", "SaveOnSignal"}  # open connections or set signal handlers
 OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in {*callbacks.__all__} - CONNECTING)
 """Callbacks that the doctor runs; they write nothing before the first step."""
 
@@ -39,20 +37,14 @@ OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in {*callbacks.__all__} 
 class FitOnOneProcess(RunCLI):
     """Builds everything that `fit` builds, with a Trainer of one process that writes to `folder`.
 
-    Also builds the Trainer of the config, to check that it can be built.
-
-    Attributes:
-        refusal: why the Trainer of the config cannot be built; None if it can. If it cannot, the
-            Trainer of one process uses the CPU.
-        num_devices: processes per node in the config.
-        num_nodes: nodes in the config.
-        call_fit: starts `fit`.
+    Also builds the Trainer of the config: `refusal` says why it cannot be built (then the Trainer
+    of one process uses the CPU), else it is None.
     """
 
     def __init__(self, request: Request, contexts: ExitStack, folder: str) -> None:
         self.folder = folder
         self.refusal: str | None = None
-        self.call_fit: Callable[[], None]
+        self.call_fit: Callable[[], None]  # starts `fit`
         super().__init__(request, contexts)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -79,7 +71,7 @@ class FitOnOneProcess(RunCLI):
         self.call_fit = run
 
     def before_fit(self) -> None:
-        """Do nothing: the doctor does not write into the run folder."""
+        """Write nothing into the run folder."""
 
     def after_fit(self) -> None:
         """Print no summary."""
@@ -106,10 +98,10 @@ class ExaminedRun:
         self.evaluations = [c for c in self.callbacks if isinstance(c, FIDEvaluation)]
         self.grids = [c for c in self.callbacks if isinstance(c, SampleGrid)]
         self.ranks: int = cli.num_devices * cli.num_nodes
-        file = self.request.checkpoint
-        checkpoint = {} if file is None else read_checkpoint(file, mmap=True)
-        self.start_step = int(checkpoint.get("global_step", 0))  # step from which the run resumes
-        self.missing_data: str | None = None  # what `fit` would download; the doctor does not
+        self.start_step = 0  # step from which the run resumes
+        if file := self.request.checkpoint:
+            self.start_step = int(read_checkpoint(file, mmap=True).get("global_step", 0))
+        self.missing_data: str | None = None  # what `fit` would download
         if isinstance(self.data, ImageDataModule):
             self.missing_data = self.data.pending_setup()
         elif self.data is not None and is_overridden("prepare_data", self.data):
@@ -157,16 +149,15 @@ class ExaminedRun:
                     module.generate(range(num))
             return (synchronized_time() - start) / num
 
-        batch_size = self.batch_size or 1
-        sampled = [e.batch_size for e in self.evaluations] + [g.batch_size for g in self.grids]
+        sampled = [each.batch_size for each in (*self.evaluations, *self.grids)]
+        num = max(sampled, default=self.batch_size or 1)
         module.solver = SimpleNamespace(sample=denoise_once)
         try:
             trainer.precision_plugin.convert_module(module).to(trainer.strategy.root_device)
             with trainer.precision_plugin.forward_context(), torch.no_grad():
                 call_seconds = seconds_per_image(1)
-                largest = int(seconds / call_seconds / 2)  # largest batch within the time
-                if (num := min(largest, max(sampled, default=batch_size))) > 1:
-                    call_seconds = seconds_per_image(num)
+                num = min(num, int(seconds / call_seconds / 2))  # within the time
+                call_seconds = seconds_per_image(num) if num > 1 else call_seconds
         except Exception as error:  # a run would fail as well, for example out of memory
             self.failures.append(("sampling", describe_failure(error)))
             return
@@ -174,7 +165,8 @@ class ExaminedRun:
             module.solver = solver
         self.sample_seconds = call_seconds * len(times)
         # A backward pass takes as long as two forward passes.
-        self.step_seconds = 3 * call_seconds * batch_size * trainer.accumulate_grad_batches
+        images = (self.batch_size or 1) * trainer.accumulate_grad_batches
+        self.step_seconds = 3 * call_seconds * images
         self.step_source = f"extrapolated from a forward pass of {max(num, 1)} images"
 
     def _start(self, seconds: float) -> None:
@@ -241,9 +233,8 @@ class FitMeasured(Exception):
 class Stopwatch(Callback):
     """Times the first optimizer steps of a fit, and ends it by raising `FitMeasured`.
 
-    Args:
-        seconds: time after which the fit ends. It also ends after 30 steps and at a validation.
-        makes_steps: whether to make steps; if False, the fit ends before the first one.
+    The fit ends after `seconds`, 30 steps or at a validation, or before the first step unless it
+    `makes_steps`.
     """
 
     def __init__(self, seconds: float, makes_steps: bool) -> None:

@@ -48,7 +48,6 @@ def test_digits_yaml(capfd):
     ("options", "code", "text"),
     [
         (f"--config {DIGITS} --trainer.max_stepz=40", 2, "Did you mean 'trainer.max_steps'?"),
-        (f"{DIGITS} --print_config", 0, "class_path: lit_diffusion.callbacks.FIDEvaluation"),
         ("--help", 0, "lit-diffusion doctor configs/digits.yaml"),
         ("", 0, "torch"),
     ],
@@ -87,20 +86,13 @@ def test_a_check_that_fails_leaves_the_others(monkeypatch):
     assert length.topic == "length"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ("a.yaml b.yaml --x -1", "--config a.yaml --config b.yaml --x -1"),
-        ("-c a.yaml", "-c a.yaml"),
-    ],
-)
-def test_configs_may_come_first_without_their_option(arguments, options, monkeypatch):
+def test_configs_may_come_first_without_their_option(monkeypatch):
     calls = []
     for name in ("a.yaml", "b.yaml"):
         Path(name).touch()
     monkeypatch.setattr(checks, "examine", lambda options: calls.append(options) or [])
-    assert call(f"doctor {arguments}") == 0
-    assert calls == [options.split()]
+    assert call("doctor a.yaml b.yaml --x -1") == 0
+    assert calls == [["--config", "a.yaml", "--config", "b.yaml", "--x", "-1"]]
 
 
 def test_the_most_serious_comes_first_in_one_line():
@@ -118,14 +110,7 @@ def test_the_most_serious_comes_first_in_one_line():
 
 # Ranks
 
-JOB = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NAME": "train",
-    "SLURM_NTASKS": "8",
-    "SLURM_NTASKS_PER_NODE": "4",
-    "SLURM_NNODES": "2",
-    "SLURM_STEP_ID": "0",
-}
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "8"}
 
 
 @pytest.mark.parametrize(
@@ -134,14 +119,10 @@ JOB = {
         ((4, 2), {}, Level.OK, "8 task(s)"),
         ((4, 1), {}, Level.PROBLEM, "--nodes=1"),
         ((4, 2), {"SLURM_NTASKS": "7"}, Level.PROBLEM, "waits for 8"),
-        ((4, 2), {"SLURM_STEP_ID": None}, Level.NOTE, "srun"),
         ((4, 2), {"SLURM_JOB_NAME": "bash"}, Level.PROBLEM, "--job-name"),
-        ((4, 2), {"SLURM_JOB_NAME": "bash2"}, Level.OK, ""),
         ((4, 2), {"SLURM_NTASKS": None}, Level.PROBLEM, "one node"),
         ((4, 1), {"SLURM_NTASKS": "2(x3)"}, Level.NOTE, "one node"),
         ((4, 1), {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "bash"}, Level.NOTE, "one node"),
-        ((1, 2), {"SLURM_JOB_ID": None}, Level.WARNING, "num_nodes=2"),
-        ((1, 2), {"SLURM_JOB_ID": None, "MASTER_ADDR": "a"}, None, None),
         ((4, 1), {"SLURM_JOB_ID": None}, None, None),
     ],
 )
@@ -161,14 +142,6 @@ def machine():
     return {finding.topic: finding for finding in check_machine(Path("nowhere"))}
 
 
-def test_versions_must_be_those_that_the_package_asks_for(monkeypatch):
-    requirements = ["torch>=99", "lightning>=2", "nothing; extra == 'lab'"]
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: requirements)
-    (finding,) = [each for each in check_machine(Path()) if each.level is Level.PROBLEM]
-    assert finding.topic == "versions"
-    assert "is not >=99" in finding.text
-
-
 def test_this_machine_can_run_the_tests():
     by_topic = machine()
     assert by_topic.keys() >= {"versions", "devices", "FID weights", "disk"}
@@ -182,14 +155,6 @@ def test_a_driver_without_a_gpu_in_torch_is_a_problem(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "H100")
     assert machine()["devices"].text == "2 GPU(s), H100"
-
-
-@pytest.mark.parametrize(("free", "level"), [(10**8, Level.WARNING), (10**11, Level.OK)])
-def test_little_room_is_warned_of(free, level, monkeypatch):
-    usage = SimpleNamespace(free=free)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    assert machine()["disk"].level is level
-    assert ("loading" in machine()) is (level is Level.WARNING)
 
 
 def test_broken_weights_of_inception_are_noted(tmp_path):
