@@ -225,15 +225,6 @@ def test_nobody_is_blamed_when_all_end_on_purpose_and_runs_do_not_mix(start):
     assert third.messages == {}
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
-def test_a_rank_that_ends_alone_is_named_by_those_whose_collective_it_breaks(start, leaver):
-    run, other = start(2), 1 - leaver
-    threading.Thread(target=run.watches[leaver].leave, args=["ended"]).start()
-    until(lambda: run.watches[other]._ranks[leaver].state == "ended")
-    message = run.watches[other].leave("lost")
-    assert message == f"rank {leaver} ended at step 3 without the others; see its output."
-
-
 @pytest.mark.parametrize("ends_well", [False, True])
 def test_a_rank_whose_process_dies_is_named_unless_it_had_ended(start, ends_well):
     run = start(3)

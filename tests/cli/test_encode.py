@@ -244,16 +244,6 @@ def test_moments_that_are_not_finite_are_refused(source, tmp_path):
     assert list(content(tmp_path / "out")) == ["index.json"]
 
 
-def test_a_file_in_the_place_of_the_folder_and_odd_sizes_are_refused(source, tmp_path):
-    (tmp_path / "out").write_text("mine")
-    with pytest.raises(ValueError, match="out is a file; name a folder"):
-        encode(source, tmp_path / "out")
-    assert (tmp_path / "out").read_text() == "mine"
-    with pytest.raises(ValueError, match="multiples of 2"):
-        plan_shards(*open_source(source, size=15), tmp_path / "other", 3, False)
-    assert not (tmp_path / "other").exists()
-
-
 def test_launchers_say_which_share_is_ours(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)

@@ -243,15 +243,9 @@ def test_each_width_is_scored_as_if_alone_and_recorded_for_compare(power_run, ca
     assert (settings["step"], {str(width): fid for width, fid in measured.items()}) == (9, fids)
 
 
-def test_the_extractor_is_inception_unless_the_run_was_scored_by_another(run):
-    assert protocol_of_run(None) == protocol_of_run("run") == "inception-v3-compat"
-    Path("run/evaluations.jsonl").write_text(
-        '{"step": 1, "value": 1.0, "protocol": "digits-cnn"}\n'
-    )
-    assert protocol_of_run("run") == "digits-cnn"
-
-
 def test_an_unscored_run_has_the_extractor_of_its_config(run):
+    assert protocol_of_run(None) == protocol_of_run("run") == "inception-v3-compat"
+
     def configure(extractor):
         fid = spec("lit_diffusion.callbacks.FIDEvaluation", extractor=extractor)
         Path("run/config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": ["EMA", fid]}}))

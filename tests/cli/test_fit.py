@@ -13,7 +13,6 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LightningCLI
 from support.commands import call, checkpoint, equal, weights
 from support.small_digits import small_digits
 from support.tiny_run import HERE, TinyModule, spec, tiny_config, write_config
@@ -96,9 +95,7 @@ def test_the_sample_command_that_a_fit_ends_with_works(capsys):
 @pytest.mark.parametrize("option", ["max_steps=0", "enable_checkpointing=false"])
 def test_a_run_without_a_checkpoint_has_none_and_no_command_that_samples(option, capsys):
     assert call(f"{FIT} --trainer.{option} --trainer.logger=false") == 0
-    err = capsys.readouterr().err
-    assert "run folder  runs/tiny" in err
-    assert "lit-diffusion sample" not in err
+    assert "lit-diffusion sample" not in capsys.readouterr().err
     assert not Path(LAST).exists()
     assert not Path("runs/tiny/metrics.csv").exists()
 
@@ -426,17 +423,6 @@ def test_an_optimizer_that_fails_at_once_has_a_state_that_does_not_fit():
     assert explain(failure.value, request, untrained=False) is None  # an accident of training
     fresh = Request("fit", (), (), (), Path("runs/tiny"), None)
     assert explain(failure.value, fresh, untrained=True) is None
-
-
-def test_the_private_names_of_lightning_are_of_the_kind_that_is_used():
-    def parameters(function):
-        return list(inspect.signature(function).parameters)
-
-    assert parameters(LightningCLI._parse_ckpt_path) == ["self"]
-    assert parameters(LightningCLI._run_subcommand) == ["self", "subcommand"]
-    assert parameters(LightningCLI._prepare_subcommand_kwargs) == ["self", "subcommand"]
-    trainer = Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")
-    assert trainer._accelerator_connector.cluster_environment is not None
 
 
 # Nothing that a file says runs code

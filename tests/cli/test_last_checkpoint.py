@@ -12,7 +12,6 @@ from support.tiny_run import TinyModule, TinyNet
 
 from lit_diffusion.callbacks import FiniteUpdates, finite_updates
 from lit_diffusion.cli import last_checkpoint
-from lit_diffusion.cli.exact_resume import ExactResume
 from lit_diffusion.files import atomic_write_text
 
 
@@ -120,24 +119,6 @@ def test_the_first_save_comes_early_and_then_time_decides(tmp_path, monkeypatch,
     assert saver.steps == steps
 
 
-def test_a_checkpoint_that_is_due_with_a_validation_holds_what_follows_it(tmp_path):
-    """Validation of the step that is saved is over, so a resume need not repeat it."""
-    events = []
-
-    class Order(pl.Callback):
-        def on_validation_end(self, trainer, pl_module):
-            events.append(("validated", trainer.global_step))
-
-    class Noting(Saves):
-        def _save(self, trainer):
-            super()._save(trainer)
-            events.append(("saved", trainer.global_step))
-
-    options = {"max_steps": 3, "val_check_interval": 2}
-    fit(Noting(tmp_path, first=2), tmp_path, callbacks=[Order()], **options)
-    assert events == [("validated", 2), ("saved", 2), ("saved", 3)]
-
-
 def test_no_save_comes_between_the_last_batch_of_an_epoch_and_its_end(tmp_path):
     """A resume would not do again what callbacks do at the end of an epoch."""
     callback = Saves(tmp_path, first=4)
@@ -222,24 +203,6 @@ def test_a_last_update_after_which_the_validation_is_not_finite_does_not_end_wel
         fit(Saves(tmp_path), tmp_path, again, callbacks, max_steps=4)
     assert (tmp_path / "last.ckpt").read_bytes() == good
     assert [path.name for path in tmp_path.glob(".*ckpt*")] == []
-
-
-def test_no_save_comes_between_accumulated_batches(tmp_path):
-    """Steps end at batches 3, 4, 7 and 8 of two epochs of four; validation comes after 2 and 4.
-
-    The second step ends an epoch.
-    """
-
-    class SavesAlways(Saves):
-        def _save(self, trainer):
-            super()._save(trainer)
-            self._next_save_step = 0
-
-    callback = SavesAlways(tmp_path, first=0)
-    options = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2}
-    fit(callback, tmp_path, callbacks=[ExactResume()], accumulate_grad_batches=3, **options)
-    assert callback.steps == [1, 3, 4]
-    assert "resumes_inexactly" not in saved(tmp_path)
 
 
 def test_the_file_before_an_unproven_one_outlives_the_process(tmp_path):

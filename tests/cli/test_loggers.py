@@ -111,19 +111,3 @@ def test_evaluations_are_rewound_to_the_step_of_the_checkpoint(tmp_path):
     assert [record["step"] for record in read_evaluations(path)] == [10, 20, 30]  # not the last
     assert rewind_evaluations(path, 20) == 1
     assert read_evaluations(path) == [{"step": 10}, {"step": 20}]
-
-
-@pytest.mark.parametrize(
-    "line", ["no json", "7", "[1]", "null", '{"step": "four"}', '{"seeds": []}', '{"metric": [1]}']
-)
-def test_a_line_that_is_no_evaluation_is_refused_with_its_file(tmp_path, line):
-    (tmp_path / "evaluations.jsonl").write_text('{"step": 1}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"evaluations\.jsonl is damaged"):
-        read_evaluations(tmp_path / "evaluations.jsonl")
-
-
-@pytest.mark.parametrize("row", ["four,1", "1.5,1", "nan,1", "9" * 5000 + ",1"])
-def test_a_row_without_a_step_that_counts_is_refused_with_its_file(tmp_path, row):
-    (tmp_path / "metrics.csv").write_text(f"step,loss\n1,0.5\n{row}\n")
-    with pytest.raises(ValueError, match=r"metrics\.csv is damaged: a step must be a number"):
-        read_rows(tmp_path / "metrics.csv")

@@ -45,13 +45,6 @@ def same_images(a, b):
     return all(Path(a, name).read_bytes() == Path(b, name).read_bytes() for name in names)
 
 
-def test_images_without_their_record_are_not_replaced(capsys):
-    Path("out/DDIM-2").mkdir(parents=True)
-    Path("out/DDIM-2/grid.png").touch()
-    assert compare("DDIM --compare_steps 2") == 2
-    assert "out/DDIM-2 already holds images" in capsys.readouterr().err
-
-
 def test_each_cell_has_the_images_of_sample_and_the_fid_of_evaluate(capsys):
     options = "--labels 3,1 --guidance 2 --seed 5 --weights raw"
     assert compare(f"DDIM,Heun,DDIM --compare_steps 4,2,4 {options}") == 0

@@ -1,7 +1,6 @@
 """The command: arguments, exit codes, output, and what needs no config."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.commands import call
@@ -163,10 +162,3 @@ def test_broken_weights_of_inception_are_noted(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_bytes(b"half of it")
     assert "has SHA-256" in machine()["FID weights"].text
-
-
-def test_with_a_config_the_machine_is_mentioned_only_where_something_is_wrong(monkeypatch):
-    usage = SimpleNamespace(free=10**9)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
-    topics = [finding.topic for finding in examine(["--config", "nowhere.yaml"])]
-    assert topics == ["disk", "config"]
