@@ -44,7 +44,7 @@ COMMANDS = {
     "convert": ("cli.convert", "take weights to other programs, or bring published ones in"),
     "doctor": (
         "cli.doctor.command",
-        "say what would go wrong with a run, or on this machine, before it starts",
+        "say what would go wrong with a run, before it starts",
     ),
     "train-extractor": ("cli.train_extractor", "train a network for FID on images of one's own"),
     "fetch-weights": ("cli.fetch_weights", "download the network of FID, for use without internet"),

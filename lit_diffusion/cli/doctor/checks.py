@@ -1,4 +1,4 @@
-"""Checks of an `ExaminedRun` and of the machine; each check yields findings."""
+"""Checks of an `ExaminedRun`; each check yields findings."""
 
 import math
 import os
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -25,7 +24,6 @@ from lit_diffusion.cli.run_folder import read_command_line
 from lit_diffusion.config.trust import allow_class_paths
 from lit_diffusion.data.loaders import usable_cores
 from lit_diffusion.guidance import ClassifierFree
-from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.solvers.steps import solver_times
 
@@ -75,6 +73,9 @@ def check_devices(run: ExaminedRun) -> Iterator[Finding]:
     elif processes > cores:
         text = f"{processes} processes on {cores} core(s); lower --trainer.devices."
         yield warning("devices", text)
+    elif run.settings["accelerator"] == "auto" and Path("/proc/driver/nvidia/version").exists():
+        text = f"an NVIDIA driver is here, but torch {torch.__version__} finds no GPU; install a "
+        yield problem("devices", f"{text}CUDA build, and see nvidia-smi and CUDA_VISIBLE_DEVICES.")
     elif run.settings["accelerator"] == "auto":
         yield note("devices", "accelerator=auto finds no GPU here: the run trains on the CPU.")
 
@@ -287,7 +288,8 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
     for ema in emas:
         if every := getattr(ema, "snapshot_every_n_steps", None):
             needed += run.count_rounds(every) * len(ema.decays) * trained
-    free, gb = free_bytes(root), 1e9
+    folder = next(path for path in (root, *root.absolute().parents) if path.exists())
+    free, gb = shutil.disk_usage(folder).free, 1e9
     text = f"{num:.0f} checkpoints of {checkpoint / gb:.3g} GB, {max(needed, 0) / gb:.3g} GB more "
     text += f"needed, {free / gb:.3g} GB free"
     if math.isinf(needed):
@@ -303,46 +305,14 @@ CHECKS = (check_start, check_devices, check_length, check_intervals, check_lr)
 CHECKS += (check_ema, check_terminal_snr, check_label_dropout, check_fid, check_time, check_disk)
 
 
-# The machine
-
-
-def check_machine(folder: Path) -> Iterator[Finding]:
-    """GPUs, FID weights, and free disk space in `folder`."""
-    yield ok("versions", f"torch {torch.__version__}, lightning {metadata.version('lightning')}")
-    if num_gpus := torch.cuda.device_count():
-        yield ok("devices", f"{num_gpus} GPU(s), {torch.cuda.get_device_name(0)}")
-    elif Path("/proc/driver/nvidia/version").exists():
-        text = f"an NVIDIA driver is here, but torch {torch.__version__} finds no GPU; install a "
-        yield problem("devices", f"{text}CUDA build, and see nvidia-smi and CUDA_VISIBLE_DEVICES.")
-    else:
-        yield note("devices", f"no GPU: torch {torch.__version__} trains on the CPU.")
-    try:
-        InceptionV3Compat().check()
-        yield ok("FID weights", "those of inception-v3-compat are here")
-    except (OSError, ValueError) as error:
-        yield note("FID weights", f"{error} digits-cnn and patches-cnn need none.")
-    text = f"{(free := free_bytes(folder)) / 1e9:.3g} GB free in {folder}"
-    yield ok("disk", text) if free >= 5e9 else warning("disk", f"only {text}; free some.")
-
-
-def free_bytes(path: Path) -> int:
-    """Free space of the disk that holds a path, or will hold it."""
-    path = path.absolute()
-    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
-
-
 # All of them
 
 
 def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
-    """Findings about this machine, and about the run of `fit` with these options, if any.
+    """Findings about the run of `fit` with these options.
 
     Each measurement of time takes about `seconds`.
     """
-    least = Level.WARNING if options else Level.OK
-    yield from (finding for finding in check_machine(Path.cwd()) if finding.level >= least)
-    if not options:
-        return
     with ExitStack() as contexts:
         try:
             request = read_command_line(["fit", *options])

@@ -10,11 +10,10 @@ from lit_diffusion.cli.options import Parser, check_exists
 
 _DESCRIPTION = """Report what would go wrong with a long run, before it is started.
 
-    lit-diffusion doctor
     lit-diffusion doctor configs/digits.yaml --trainer.max_steps=1000
 
-Without a config: this machine. With configs and options of fit: the run that fit would start, whose
-first steps and samples are timed. Nothing is downloaded, nor written into the run folder.
+Takes configs and options of fit. The first steps and samples of the run are timed. Nothing is
+downloaded, nor written into the run folder.
 
 Each line is a problem (exit code 2), a warning, a note, or OK."""
 

@@ -353,6 +353,13 @@ def test_the_decay_that_is_advised_is_short_enough(run, warmup):
     assert [finding.level for finding in checks.check_ema(run)] == [OK]
 
 
+@pytest.mark.parametrize(("has_driver", "level"), [(False, NOTE), (True, PROBLEM)])
+def test_a_gpu_that_is_not_found_is_mentioned(run, monkeypatch, has_driver, level):
+    run.settings["accelerator"] = "auto"
+    monkeypatch.setattr(Path, "exists", lambda path: has_driver)
+    assert [finding.level for finding in checks.check_devices(run)] == [level]
+
+
 def test_time_adds_up_training_validation_and_sampling(run):
     run.step_seconds, run.sample_seconds = 1.0, 2.0
     run.evaluations = [FIDEvaluation(360, "digits-cnn", every_n_steps=500, repeats_at_end=1)]
