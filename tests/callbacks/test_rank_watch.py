@@ -230,12 +230,14 @@ def test_a_rank_whose_process_dies_is_named_unless_it_had_ended(start, ends_well
     run = start(3)
     watch = run.watches[2]
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    watch._own.process = _process_name().rpartition(" ")[0] + f" {child.pid}"
-    until(lambda: run.watches[0]._ranks[2].process == watch._own.process)
+    process = _process_name().rpartition(" ")[0] + f" {child.pid}"
+    while run.watches[0]._ranks[2].process != process:
+        watch._own.process = process
+        time.sleep(0.01)
     if ends_well:
         watch.leave("ended")
     child.stdin.close()
-    until(lambda: _has_died(watch._own.process))  # it is a zombie
+    until(lambda: _has_died(process))  # it is a zombie
     if ends_well:
         exchange_heartbeats(run)
         assert run.messages == {}

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from support.commands import call, sampling
 from support.small_digits import hyper_parameters, small_digits, write_digits, write_small_digits
+from support.tiny_run import spec
 
 from lit_diffusion.checkpoints.loading import build_module, load, load_module
 from lit_diffusion.checkpoints.saving import write_checkpoint
@@ -78,7 +79,7 @@ def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             build_solver(loaded, sampling(options))
-    grid = {"class_path": "lit_diffusion.grids.Karras", "init_args": {"noisiest": -math.inf}}
+    grid = spec("lit_diffusion.grids.Karras", noisiest=-math.inf)
     loaded.checkpoint["hyper_parameters"]["solver"]["init_args"]["times"] = grid
     solver = "DDIM(steps=2, eta=0.0, times=Karras(rho=7.0, noisiest=-inf), clip=True)"
     assert repr(build_solver(loaded, sampling("--steps 2"))) == solver
@@ -98,22 +99,18 @@ def test_a_model_without_classes_takes_neither_labels_nor_guidance():
 def classifier(betas="LinearBetas", process=None):
     """An untrained one, as "classifier.ckpt"."""
     model = small_digits(1)["model"]["init_args"]
-    betas = {"betas": {"class_path": f"lit_diffusion.processes.{betas}"}}
-    discrete = {"class_path": "lit_diffusion.processes.DiscreteVP", "init_args": betas}
-    arguments = {
-        "network": {
-            "class_path": "lit_diffusion.networks.unet.EncoderUNet",
-            "init_args": {
-                **{"image_size": 8, "in_channels": 1, "out_channels": 10, "model_channels": 32},
-                **{"channel_mult": [1], "num_res_blocks": 1, "attention_downsample": []},
-                "head_channels": 32,
-            },
-        },
+    unet = {"image_size": 8, "in_channels": 1, "out_channels": 10, "model_channels": 32}
+    unet |= {"channel_mult": [1], "num_res_blocks": 1, "attention_downsample": []}
+    discrete = spec(
+        "lit_diffusion.processes.DiscreteVP", betas=spec(f"lit_diffusion.processes.{betas}")
+    )
+    classifier = spec(
+        "lit_diffusion.modules.classifier.NoisyClassifier",
+        network=spec("lit_diffusion.networks.unet.EncoderUNet", head_channels=32, **unet),
+        process=process or discrete,
         **{name: model[name] for name in ("times", "optimizer", "image_shape", "num_classes")},
-        "process": process or discrete,
-    }
-    path = "lit_diffusion.modules.classifier.NoisyClassifier"
-    hyper = hyper_parameters({"model": {"class_path": path, "init_args": arguments}}, "model")
+    )
+    hyper = hyper_parameters({"model": classifier}, "model")
     torch.manual_seed(1)
     module = build_module({"hyper_parameters": hyper}, "this")
     for parameter in module.parameters():
@@ -158,9 +155,11 @@ def test_a_classifier_of_another_process_is_refused():
 
 
 def test_a_classifier_guides_from_an_image_where_noise_would_have_no_signal():
-    flow = {"class_path": "lit_diffusion.processes.LinearFlow"}
+    flow, solver = (
+        spec("lit_diffusion.processes.LinearFlow"),
+        spec("lit_diffusion.solvers.Euler", steps=4),
+    )
     content = torch.load(LAST, weights_only=True)
-    solver = {"class_path": "lit_diffusion.solvers.Euler", "init_args": {"steps": 4}}
     content["hyper_parameters"] |= {"process": flow, "solver": solver}
     torch.save(content, LAST)
     classifier(process=flow)

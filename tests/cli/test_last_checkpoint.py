@@ -24,14 +24,13 @@ def test_what_a_run_that_died_at_its_end_had_yet_to_do_is_done_at_the_resume(tmp
     """From the checkpoint of the last step nothing would be: the run would pass for complete."""
     calls = []
 
-    class Dies(pl.Callback):
-        def end(self, trainer, *args):
-            calls.append(trainer.global_step)
-            if len(calls) == 1:
-                raise Death
+    def end(trainer, *args):
+        calls.append(trainer.global_step)
+        if len(calls) == 1:
+            raise Death
 
-    dies = Dies()
-    setattr(dies, hook, dies.end)
+    dies = pl.Callback()
+    setattr(dies, hook, end)
     options = {"callbacks": [dies], "max_epochs": 1, "max_steps": -1}
     with pytest.raises(Death):
         fit(Saves(tmp_path, first=2, every_n_seconds=1000.0), tmp_path, **options)
@@ -45,15 +44,11 @@ def test_what_a_run_that_died_at_its_end_had_yet_to_do_is_done_at_the_resume(tmp
 
 def test_what_a_kill_at_the_end_has_left_is_gone_before_the_first_batch(tmp_path):
     """It must never take the place of a later checkpoint."""
-    names = []
-
-    class ListsFolder(pl.Callback):
-        def on_train_batch_start(self, *args):
-            names.extend(os.listdir(tmp_path))
-
+    names, lists = [], pl.Callback()
+    lists.on_train_batch_start = lambda *args: names.extend(os.listdir(tmp_path))
     for name in (".last.ckpt.end", "..last.ckpt.end.part", ".last.ckpt.part"):
         (tmp_path / name).write_text("old")
-    fit(Saves(tmp_path), tmp_path, callbacks=[ListsFolder()], max_steps=1)
+    fit(Saves(tmp_path), tmp_path, callbacks=[lists], max_steps=1)
     assert names == []
 
 
@@ -101,11 +96,8 @@ def test_a_resume_from_any_end_is_exact(tmp_path, steps, options):
 )
 def test_the_first_save_comes_early_and_then_time_decides(tmp_path, monkeypatch, seconds, steps):
     """A batch takes a second, a save should come each 5 s, but take a fiftieth of the time."""
-    clock = SimpleNamespace(now=0.0)
-
-    class Batches(pl.Callback):
-        def on_train_batch_start(self, *args):
-            clock.now += 1
+    clock, batches = SimpleNamespace(now=0.0), pl.Callback()
+    batches.on_train_batch_start = lambda *args: setattr(clock, "now", clock.now + 1)
 
     def save(*args, **options):
         clock.now += seconds
@@ -115,7 +107,7 @@ def test_the_first_save_comes_early_and_then_time_decides(tmp_path, monkeypatch,
     monkeypatch.setattr(last_checkpoint, "time", SimpleNamespace(monotonic=lambda: clock.now))
     monkeypatch.setattr(pl.Trainer, "save_checkpoint", save)
     saver = Saves(tmp_path, first=2, every_n_seconds=5.0)
-    fit(saver, tmp_path, callbacks=[Batches()], max_steps=30, limit_val_batches=0)
+    fit(saver, tmp_path, callbacks=[batches], max_steps=30, limit_val_batches=0)
     assert saver.steps == steps
 
 

@@ -4,7 +4,7 @@ import pytest
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from support.commands import call
-from support.tiny_run import tiny_config, write_config
+from support.tiny_run import spec, tiny_config, write_config
 
 from lit_diffusion.callbacks import EMA, FiniteUpdates, RankWatch, SaveOnSignal
 from lit_diffusion.callbacks.progress import PlainProgress
@@ -77,11 +77,10 @@ def test_saves_on_signals_go_where_a_resume_looks():
 
 
 def callbacks():
-    ema = {"class_path": "lit_diffusion.callbacks.EMA"}
     return [
-        ema | {"init_args": {"decays": [0.9], "warmup": True}},
-        {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": {"extractor": "x"}},
-        {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"},
+        spec("lit_diffusion.callbacks.EMA", decays=[0.9], warmup=True),
+        spec("lit_diffusion.callbacks.FIDEvaluation", extractor="x"),
+        spec("lightning.pytorch.callbacks.LearningRateMonitor"),
     ]
 
 
@@ -129,10 +128,8 @@ def test_mistakes_name_the_option_and_the_fix(option, message):
 
 def test_callbacks_are_set_dropped_and_added_in_one_command(folder, capsys):
     """One that is added is set at once, as it may need its arguments to be parsed."""
-    fid = {"num_samples": 9, "extractor": "digits-cnn"}
-    specs = {"SampleGrid": {"num": 4}, "EMA": {}, "FIDEvaluation": fid}
-    specs = [{"class_path": name, "init_args": args} for name, args in specs.items()]
-    write_config(tiny_config(callbacks=specs))
+    fid = spec("FIDEvaluation", num_samples=9, extractor="digits-cnn")
+    write_config(tiny_config(callbacks=[spec("SampleGrid", num=4), spec("EMA"), fid]))
     options = [
         "--trainer.callbacks+=EarlyStopping --trainer.callbacks.EarlyStopping.monitor=val/loss",
         "--trainer.callbacks.FIDEvaluation=null --trainer.callbacks.SampleGrid.num 10",

@@ -40,13 +40,12 @@ def test_a_summary_has_the_last_the_best_and_the_floor_of_each_fid(records, expe
         "--config digits.yaml --ckpt_path=best.ckpt --trainer.default_root_dir=elsewhere",
     ],
 )
-def test_a_fit_that_was_stopped_resumes_as_it_says(options, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_fit_that_was_stopped_resumes_as_it_says(options, folder):
     for root in ("runs/digits", "other", "elsewhere"):
+        Path(root, "checkpoints").mkdir(parents=True)
         for name in ("last", "best"):
-            file = Path(root, "checkpoints", f"{name}.ckpt")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"state_dict": {}, "global_step": 1}, file)
+            content = {"state_dict": {}, "global_step": 1}
+            torch.save(content, f"{root}/checkpoints/{name}.ckpt")
     Path("best.ckpt").touch()
     request = read_command_line(["fit", *options.split()])
     line = resume_line(request, 3, signal.SIGTERM, True)
@@ -56,8 +55,7 @@ def test_a_fit_that_was_stopped_resumes_as_it_says(options, tmp_path, monkeypatc
     assert resumed.root == request.root
     assert resumed.checkpoint == request.root / "checkpoints" / "last.ckpt"
     assert line.endswith(f" goes on from {resumed.checkpoint}.")
-    line = resume_line(request, 3, signal.SIGINT, False)
-    assert "SIGINT at step 3. The 2 steps since step 1 are lost. The same" in line
+    assert "2 steps since step 1 are lost" in resume_line(request, 3, signal.SIGINT, False)
 
 
 def test_a_config_says_what_the_run_was_computed_on_and_is_whole_or_not_there(

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from support.commands import call
 from support.small_digits import write_small_digits
+from support.tiny_run import spec
 
 from lit_diffusion.modules.diffusion import DiffusionModule
 
@@ -69,11 +70,10 @@ def test_each_cell_has_the_images_of_sample_and_the_fid_of_evaluate(capsys):
 
 def test_solvers_that_the_process_refuses_are_named_with_the_reason(capsys):
     hyper = torch.load(LAST, weights_only=True)["hyper_parameters"]
-    betas = {"class_path": "lit_diffusion.processes.ZeroTerminalSNR"}
-    betas["init_args"] = {"base": {"class_path": "lit_diffusion.processes.LinearBetas"}}
+    linear = spec("lit_diffusion.processes.LinearBetas")
+    betas = spec("lit_diffusion.processes.ZeroTerminalSNR", base=linear)
     process = {**hyper["process"], "init_args": {"betas": betas}}
-    even = {"class_path": "lit_diffusion.grids.Even"}
-    solver = {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"times": even}}
+    solver = spec("lit_diffusion.solvers.DDIM", times=spec("lit_diffusion.grids.Even"))
     change_checkpoint("hyper_parameters", {"process": process, "solver": solver})
     leave_out_scores()
     assert compare("DDIM,Heun --compare_steps 1,2") == 0
@@ -89,8 +89,8 @@ def test_solvers_that_the_process_refuses_are_named_with_the_reason(capsys):
 
 
 def test_all_solvers_take_the_grid_that_the_run_names():
-    times = {"class_path": "lit_diffusion.grids.LogSNR", "init_args": {"noisiest": -4.0}}
-    solver = {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"times": times}}
+    times = spec("lit_diffusion.grids.LogSNR", noisiest=-4.0)
+    solver = spec("lit_diffusion.solvers.DDIM", times=times)
     change_checkpoint("hyper_parameters", {"solver": solver})
     leave_out_scores()
     assert compare("solvers --compare_steps 2") == 0

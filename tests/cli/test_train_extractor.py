@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import call
-from support.tiny_run import tiny_config, write_config
+from support.tiny_run import spec, tiny_config, write_config
 from torchvision.transforms.functional import to_pil_image
 
 CONFIG = """
@@ -95,8 +95,7 @@ def test_a_mistake_ends_in_one_line(capsys, config, options, message):
 
 
 def test_a_config_without_the_file_names_the_command_that_makes_it(capsys):
-    arguments = {"num_samples": 70, "extractor": "mine.safetensors"}
-    fid = {"class_path": "FIDEvaluation", "init_args": arguments}
+    fid = spec("FIDEvaluation", num_samples=70, extractor="mine.safetensors")
     write_config(tiny_config(callbacks=[fid]))
     assert call("fit --config tiny.yaml --trust support") == 2
     assert "train-extractor --config FILE --out mine.safetensors" in capsys.readouterr().err

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
 from support.commands import call
+from support.plain_module import make_trainer
 from support.small_digits import small_digits
-from support.tiny_run import HERE, TinyData, TinyModule, TinyNet, tiny_config
+from support.tiny_run import HERE, TinyData, TinyModule, TinyNet, spec, tiny_config
 from torch import optim
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -57,10 +58,6 @@ def topics(by_topic, level=Level.PROBLEM):
 def require(finding, level, text):
     assert finding.level is level
     assert text in finding.text
-
-
-def spec(class_path, **arguments):
-    return {"class_path": class_path, "init_args": arguments}
 
 
 def digits(steps=2000, model=(), callbacks=(), **trainer):
@@ -169,15 +166,13 @@ def test_pictures_that_are_too_small_are_a_problem():
 
 
 def test_data_that_would_be_downloaded_are_not():
+    """Nor is `prepare_data` of another package called."""
     config = digits()
     config["data"] = spec("lit_diffusion.data.cifar10.CIFAR10")
     by_topic = findings(config)
     require(by_topic["data"], Level.WARNING, f"{CIFAR10.source.filename} will be downloaded")
     assert {"length", "disk", "time", "EMA", "terminal SNR"} <= by_topic.keys()
     assert not Path("data").exists()
-
-
-def test_prepare_data_of_another_package_is_not_called():
     by_topic = findings(tiny_config() | {"data": {"class_path": f"{HERE}.PreparedData"}}, *TRUST)
     require(by_topic["data"], Level.WARNING, "PreparedData.prepare_data")
 
@@ -245,10 +240,7 @@ class Count(Callback):
     ids=str,
 )
 def test_steps_and_validations_are_those_of_the_trainer(settings, tmp_path):
-    count = Count()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    quiet |= {"enable_model_summary": False, "num_sanity_val_steps": 0, "accelerator": "cpu"}
-    trainer = Trainer(**settings, **quiet, callbacks=[count], default_root_dir=tmp_path)
+    trainer = make_trainer(tmp_path, count := Count(), **{"max_epochs": None, **settings})
     trainer.fit(TinyModule(TinyNet(2), optim.Adam), TinyData())
     run = examined_run(tiny_config(**{"max_steps": -1, **settings}), *TRUST)
     assert run.num_steps == trainer.global_step
