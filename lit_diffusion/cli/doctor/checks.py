@@ -184,9 +184,8 @@ def check_ema(run: ExaminedRun) -> Iterator[Finding]:
         half_life = math.log(0.5) / math.log(reached) if reached else 0.0
         text = f"the half-life of {decay:g} is {half_life:,.0f} steps, {half_life / steps:.1%} of "
         if half_life > 0.1 * steps:
-            fix = "set " if warmup else "set warmup: true or "
-            fix += f"a decay of at most {0.5 ** (20 / steps):.4g}."  # 5% of the run
-            yield warning("EMA", f"{text}the run: samples lag that far behind; {fix}")
+            text += "the run: samples lag that far behind; set warmup: true or a decay of at most "
+            yield warning("EMA", f"{text}{0.5 ** (20 / steps):.4g}.")  # 5% of the run
         else:
             yield ok("EMA", f"{text}the run")
 

@@ -301,7 +301,12 @@ OK, NOTE, WARNING, PROBLEM = Level.OK, Level.NOTE, Level.WARNING, Level.PROBLEM
         ("intervals", {"callbacks": [TimestepCurriculum(2000)]}, OK, "4 times"),
         ("intervals", {"callbacks": [TimestepCurriculum(4000)]}, WARNING, "ends at 2,000"),
         ("intervals", {"validation_interval": 2001}, WARNING, "val_check_interval"),
-        ("intervals", {"start_step": 1600}, WARNING, "none of the 400 steps"),
+        (
+            "intervals",
+            {"start_step": 1600, "validation_interval": 750},
+            WARNING,
+            "of the 400 steps",
+        ),
         ("lr", schedule(WarmupConstant, 400), OK, "400 steps, 20.0%"),
         ("lr", schedule(WarmupConstant, 401), WARNING, "1 to 10% is usual"),
         ("lr", schedule(WarmupConstant, 2000), PROBLEM, "shorten"),
@@ -337,11 +342,11 @@ def test_a_check(run, check, changes, level, text):
 
 
 @pytest.mark.parametrize("warmup", [True, False])
-def test_the_decay_that_is_advised_is_short_enough(run, warmup):
-    run.callbacks, run.num_steps = [EMA(0.99999, warmup)], 10_000
+def test_what_is_advised_instead_of_a_long_average_is_short_enough(run, warmup):
+    run.callbacks, run.num_steps = [EMA(0.99999, warmup=False)], 10_000
     (finding,) = checks.check_ema(run)
     decay = float(finding.text.rstrip(".").split()[-1])
-    run.callbacks = [EMA(decay, warmup)]
+    run.callbacks = [EMA(0.99999 if warmup else decay, warmup)]
     assert [finding.level for finding in checks.check_ema(run)] == [OK]
 
 
