@@ -240,7 +240,8 @@ class Count(Callback):
     ids=str,
 )
 def test_steps_and_validations_are_those_of_the_trainer(settings, tmp_path):
-    trainer = make_trainer(tmp_path, count := Count(), **{"max_epochs": None, **settings})
+    options = {"max_epochs": None, "num_sanity_val_steps": 0, **settings}
+    trainer = make_trainer(tmp_path, count := Count(), **options)
     trainer.fit(TinyModule(TinyNet(2), optim.Adam), TinyData())
     run = examined_run(tiny_config(**{"max_steps": -1, **settings}), *TRUST)
     assert run.num_steps == trainer.global_step
