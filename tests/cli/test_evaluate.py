@@ -110,8 +110,6 @@ LONE = {
     "evaluate --checkpoint lone.ckpt --images real --extractor digits-cnn": 2,
     "sample --checkpoint lone.ckpt --num 8 --out out --compare DDIM --compare_steps 1": 0,
     "analyze hessian lone.ckpt --images 2 --levels 0.5 --steps 2 --vectors 1 --out out": 2,
-    "analyze landscape lone.ckpt --images 2 --levels 0.5 --points 3 --out out": 2,
-    "analyze interpolate lone.ckpt lone.ckpt --images 2 --levels 0.5 --points 2 --out out": 2,
     "analyze consistency lone.ckpt lone.ckpt --num 2 --extractor digits-cnn --out out": 2,
 }
 """Commands that read data, of a checkpoint that lies in no run folder, and their exit codes."""
