@@ -6,47 +6,33 @@ import signal
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from lit_diffusion.files import atomic_write
 from lit_diffusion.lab.analysis.command import AnalysisOptions
-from lit_diffusion.lab.analysis.common import (
-    UnfinishedAnalysis,
-    compute_pieces,
-    fingerprint,
-    plan_analysis,
-    save_figure,
-)
-
-NAMES = ["a", "b", "c"]
-
-
-class Work:
-    """Computes the code of a letter, and counts how often."""
-
-    def __init__(self):
-        self.names = []
-
-    def __call__(self, name):
-        self.names.append(name)
-        if self.names == ["a", "b"]:
-            raise KeyboardInterrupt
-        return {"values": np.array([ord(name)])}
-
-    def in_folder(self, folder):
-        return [each["values"].item() for each in compute_pieces(folder, NAMES, self, "piece")]
+from lit_diffusion.lab.analysis.common import compute_pieces, fingerprint, plan_analysis
 
 
 def test_pieces_that_have_a_file_are_not_computed_again(tmp_path, capsys):
-    work = Work()
+    names = []
+
+    def compute(name):
+        names.append(name)
+        if names == ["a", "b"]:
+            raise KeyboardInterrupt
+        return {"values": np.array([ord(name)])}
+
+    def pieces():
+        arrays = compute_pieces(tmp_path, ["a", "b", "c"], compute, "piece")
+        return [each["values"].item() for each in arrays]
+
     with pytest.raises(KeyboardInterrupt):
-        work.in_folder(tmp_path)
+        pieces()
     assert "Stopped with 1 of 3 pieces" in capsys.readouterr().err
-    assert work.in_folder(tmp_path) == [97, 98, 99]
-    assert work.names == ["a", "b", "b", "c"]
+    assert pieces() == [97, 98, 99]
+    assert names == ["a", "b", "b", "c"]
     (tmp_path / "pieces/b.npz").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"b\.npz is damaged"):
-        work.in_folder(tmp_path)
+        pieces()
 
 
 def test_a_killed_process_leaves_nothing_after_the_next_one(tmp_path):
@@ -61,18 +47,6 @@ def test_a_killed_process_leaves_nothing_after_the_next_one(tmp_path):
     os.utime(part, (0, 0))
     assert compute_pieces(tmp_path, ["b"], lambda name: {"values": np.ones(1)}, "piece")
     assert os.listdir(tmp_path / "pieces") == ["b.npz"]
-
-
-def test_processes_share_them(tmp_path, monkeypatch):
-    work = Work()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(UnfinishedAnalysis):
-        work.in_folder(tmp_path)
-    assert work.names == ["b"]
-    monkeypatch.setenv("RANK", "0")
-    assert work.in_folder(tmp_path) == [97, 98, 99]
-    assert work.names == ["b", "a", "c"]
 
 
 def plan(folder, num):
@@ -97,18 +71,9 @@ def test_a_folder_is_of_one_plan(tmp_path):
 
 
 def test_weights_have_a_fingerprint_whatever_their_layout_in_memory():
-    torch.manual_seed(0)
     usual = torch.nn.Conv2d(1, 4, 3)
     other = copy.deepcopy(usual).to(memory_format=torch.channels_last)
     assert fingerprint(usual) == fingerprint(other)
     with torch.no_grad():
         other.weight[0, 0, 0, 0] += 1e-6
     assert fingerprint(usual) != fingerprint(other)
-
-
-def test_a_figure_has_its_note_above_it(tmp_path):
-    figure = Figure(figsize=(1, 1))
-    save_figure(figure, tmp_path / "a.png")
-    assert figure.get_suptitle() == ""
-    save_figure(figure, tmp_path / "a.png", "a note")
-    assert figure.get_suptitle() == "a note"

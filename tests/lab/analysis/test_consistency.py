@@ -53,7 +53,30 @@ def test_models_that_only_recall_have_the_same_nearest_images():
     assert result.same_nearest == 1
     assert result.nearest == pytest.approx((MAX_PSNR + by_hand(bank, near[1])) / 2)
     assert measure_consistency(near.flip(1)[:, :6], ["a", "b"], lambda x: x).same_nearest == 0
-    assert measure_consistency(IMAGES[:2], ["a", "b"]).nearest is None
+
+
+def test_images_of_one_class_are_compared_with_each_other_alone():
+    labels = torch.arange(12) % 5
+    result = measure_consistency(IMAGES[:2], ["a", "b"], labels=labels)
+    others = [(i, j) for i in range(12) for j in range(12) if i != j]
+    chance = {(i, j): by_hand(IMAGES[1, i], IMAGES[0, j]) for i, j in others}
+    by_class = [value for (i, j), value in chance.items() if labels[i] == labels[j]]
+    assert result.same_class == pytest.approx(np.mean(by_class), rel=1e-6)
+    assert result.shuffled == pytest.approx(np.mean([*chance.values()]), rel=1e-6)
+    for no_two in (torch.arange(12), None):
+        assert measure_consistency(IMAGES[:2], ["a", "b"], labels=no_two).same_class is None
+
+
+def test_models_that_share_their_classes_alone_agree_by_chance():
+    labels = torch.arange(200) % 10
+    generator = torch.Generator().manual_seed(0)
+    prototypes = torch.randint(0, 200, (10, 1, 8, 8), generator=generator)
+    noise = torch.randint(0, 56, (2, 200, 1, 8, 8), generator=generator)
+    images = (prototypes[labels] + noise).to(torch.uint8)
+    features = lambda images: images.flatten(1).double()  # noqa: E731
+    result = measure_consistency(images, ["a", "b"], features_of=features, labels=labels)
+    assert result.all_pairs == pytest.approx(result.same_class, abs=0.1)
+    assert result.features == pytest.approx(0, abs=0.02)
 
 
 def test_models_that_make_other_images_are_refused():
@@ -74,48 +97,10 @@ def test_models_that_make_other_images_are_refused():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_picture_has_a_row_a_model_and_a_column_a_seed(tmp_path, channels):
-    images = IMAGES[:, :3].expand(-1, -1, channels, -1, -1)
-    result = measure_consistency(images, ["a", "b", "c"])
-    draw_consistency(result, images, tmp_path / "two.png", seeds=2)
-    with Image.open(tmp_path / "two.png") as picture:
-        assert picture.width == 3.5 * 120  # inches and dots
+def test_the_picture_has_a_row_a_model_and_a_column_for_each_of_twelve_seeds(tmp_path, channels):
+    images = IMAGES[:2, [0] * 14].expand(-1, -1, channels, -1, -1)
+    result = measure_consistency(images, ["a", "b"])
+    draw_consistency(result, images, tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as picture:
+        assert picture.width == (0.75 * 12 + 2) * 120  # inches and dots
         assert (np.array(picture.convert("L")) < 250).mean() > 0.2
-
-
-def test_the_picture_has_twelve_seeds(tmp_path):
-    images = IMAGES[:2, [0] * 14]
-    draw_consistency(measure_consistency(images, ["a", "b"]), images, tmp_path / "two.png")
-    with Image.open(tmp_path / "two.png") as picture:
-        assert picture.width == (0.75 * 12 + 2) * 120
-
-
-def test_images_of_one_class_are_compared_with_each_other_alone():
-    labels = torch.arange(12) % 5
-    result = measure_consistency(IMAGES[:2], ["a", "b"], labels=labels)
-    by_class = [
-        by_hand(IMAGES[1, i], IMAGES[0, j])
-        for i in range(12)
-        for j in range(12)
-        if i != j and labels[i] == labels[j]
-    ]
-    assert result.same_class == pytest.approx(np.mean(by_class), rel=1e-6)
-    all_others = [
-        by_hand(IMAGES[1, i], IMAGES[0, j]) for i in range(12) for j in range(12) if i != j
-    ]
-    assert result.shuffled == pytest.approx(np.mean(all_others), rel=1e-6)
-    assert measure_consistency(IMAGES[:2], ["a", "b"], labels=torch.arange(12)).same_class is None
-    assert measure_consistency(IMAGES[:2], ["a", "b"]).same_class is None
-
-
-def test_models_that_share_their_classes_alone_agree_by_chance():
-    labels = torch.arange(200) % 10
-    generator = torch.Generator().manual_seed(0)
-    prototypes = torch.randint(0, 200, (10, 1, 8, 8), generator=generator)
-    noise = torch.randint(0, 56, (2, 200, 1, 8, 8), generator=generator)
-    images = (prototypes[labels] + noise).to(torch.uint8)
-    result = measure_consistency(
-        images, ["a", "b"], features_of=lambda x: x.flatten(1).double(), labels=labels
-    )
-    assert result.all_pairs == pytest.approx(result.same_class, abs=0.1)
-    assert result.features == pytest.approx(0, abs=0.02)

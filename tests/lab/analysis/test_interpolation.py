@@ -1,15 +1,11 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.fixed_losses import copy_weights
 from lit_diffusion.lab.analysis.interpolation import (
     align_features,
     barrier,
-    draw_interpolations,
     find_hidden_features,
 )
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
@@ -82,13 +78,3 @@ def test_a_network_whose_features_were_shuffled_is_put_in_order_again(name):
     back = align_features(other, state, features)
     for n, value in state.items():
         torch.testing.assert_close(back[n], value)
-
-
-def test_each_line_is_drawn(monkeypatch):
-    alphas, figures = np.linspace(0, 1, 5), []
-    monkeypatch.setattr(common, "save_figure", lambda figure, *_: figures.append(figure))
-    lines = {"as they are": np.array([1 + alphas]), "aligned": np.array([2 + alphas])}
-    draw_interpolations(["u"], alphas, lines, Path("lines.png"))
-    drawn = {line.get_label(): line.get_ydata() for line in figures[0].axes[0].lines}
-    assert drawn.keys() == lines.keys()
-    assert all(np.array_equal(drawn[name], lines[name][0]) for name in lines)

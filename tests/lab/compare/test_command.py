@@ -19,42 +19,28 @@ def rows(name):
 
 @pytest.mark.slow
 def test_a_sweep_is_compared_and_printed_as_one_sentence_and_one_table(capsys):
-    """A winner, noise, a loser, an arm that never gets there, and runs that cannot be compared."""
-    for arm, speed in {"baseline": 1, "fast": 2, "same": 1.02, "slow": 0.8, "stuck": 0.4}.items():
-        write_arm(Path("sweep", arm), float(speed), lr=1e-3 * speed)
-    write_run(Path("sweep/fast/seed-7"), fids(2.0, 7)[:8], 7, lr=2e-3)
-    write_run(Path("sweep/few/seed-0"), fids(3.0, 1), 0, num_fake=100)
+    """A winner, a loser, an arm without a last FID, and a run that cannot be compared."""
+    for arm, speed in {"baseline": 1.0, "fast": 2.0, "slow": 0.5}.items():
+        write_arm(Path("sweep", arm), speed, lr=1e-3 * speed)
+    write_run(Path("sweep/lost/seed-0"), [*fids(1.0, 0)[:-1], None], 0)
     Path("sweep/dead/seed-0").mkdir(parents=True)
     Path("sweep/dead/seed-0/config.yaml").write_text("seed_everything: 0\n")
-    for seed, file in ((8, "evaluations.jsonl"), (9, "metrics.csv"), (10, "config.yaml")):
-        broken = write_run(Path(f"sweep/fast/seed-{seed}"), fids(2.0, seed), seed, lr=2e-3) / file
-        first, *others = broken.read_text().splitlines()
-        broken.write_text("\n".join([first, "garb[age", *others]) + "\n")
-    write_run(Path("sweep/lost/seed-0"), [*fids(1.0, 0)[:-1], None], 0)
     assert call("compare sweep") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fast wins: it is 2.")
-    assert any(line.startswith("| same | 5 of 5 |") for line in lines)
+    assert any(line.startswith("| slow | 0 of 5 |") for line in lines)
     assert "- Seeds without a finite last FID: 1 of lost." in lines
     assert lines[-1] == "Report: report/report.html"
+    for text in (
+        "\n".join(lines),
+        *(Path(f"report/report.{k}").read_text() for k in ("html", "md")),
+    ):
+        assert "Left out: sweep/dead/seed-0: it has no FID" in text
     results = rows("report/speedups.csv")
     assert {name: row["verdict"] for name, row in results.items()} == {
-        "baseline": "baseline",
-        "fast": "faster",
-        "lost": "not tested",
-        "same": "no difference shown",
-        "slow": "slower",
-        "stuck": "slower",
+        **{"baseline": "baseline", "fast": "faster", "lost": "not tested", "slow": "slower"}
     }
-    assert (results["stuck"]["reached"], results["stuck"]["bound"]) == ("0", ">")
     assert float(results["fast"]["low"]) < 2 < float(results["fast"]["high"])
-    assert results["fast"]["seeds"] == "5"
-
-    page, text = (Path(f"report/report.{kind}").read_text() for kind in ("html", "md"))
-    for name in ("fast/seed-7", "fast/seed-8", "fast/seed-9", "fast/seed-10", "few/seed-0", "dead"):
-        assert any(line.startswith(f"- Left out: sweep/{name}") for line in lines)
-        assert f"Left out: sweep/{name}" in page
-        assert f"Left out: sweep/{name}" in text
 
     assert call("compare report/curves.csv --out new/again") == 0
     assert rows("new/again/speedups.csv") == results
@@ -83,12 +69,12 @@ def test_baseline_and_target_may_be_chosen_and_images_count_besides_steps(two_ar
     assert call("compare sweep --baseline slow --target 4.0") == 0
     assert "images per step" in capsys.readouterr().out
     results = rows("report/speedups.csv")
-    ratio = float(results["baseline"]["speedup"])
-    assert ratio > 1
     assert results["slow"]["verdict"] == "baseline"
     assert {row["target"] for row in results.values()} == {"4"}
-    by_images = rows("report/speedups-images.csv")["baseline"]["speedup"]
-    assert float(by_images) == pytest.approx(2 * ratio)
+    ratio = float(results["baseline"]["speedup"])
+    by_images = float(rows("report/speedups-images.csv")["baseline"]["speedup"])
+    assert ratio > 1
+    assert by_images == pytest.approx(2 * ratio)
 
 
 def test_losses_are_compared_where_that_is_asked(capsys):
@@ -97,26 +83,18 @@ def test_losses_are_compared_where_that_is_asked(capsys):
             logger = AppendingCSVLogger(Path("losses", arm, f"seed-{seed}"))
             for step, loss in zip(STEPS, fids(speed, f"{arm}{seed}"), strict=True):
                 logger.log_metrics({"val/loss": loss}, step=step - 1)
-    assert call("compare losses") == 2
-    assert "none of these runs has an FID" in capsys.readouterr().err
-    assert call("compare losses --metric val/los") == 2
-    assert "it has no val/los, but val/loss" in capsys.readouterr().err
+    for option, rule in (("", "has an FID"), ("--metric val/los", "no val/los, but val/loss")):
+        assert call(f"compare losses {option}") == 2
+        assert rule in capsys.readouterr().err
     assert call("compare losses --metric val/loss") == 0
     printed = capsys.readouterr().out
     assert printed.startswith("fast wins: ")
     assert "Lower loss is better" in printed
     page = re.sub(r"data:image[^\"]*", "", Path("report/report.html").read_text())
-    text = Path("report/report.md").read_text()
-    assert "## loss over training" in text
-    results = [printed, *(each.partition("How this was computed")[0] for each in (text, page))]
+    results = [printed, page.partition("How this was computed")[0]]
     assert not any("FID" in result for result in results)
     fast = rows("report/speedups.csv")["fast"]
     assert float(fast["low"]) < 2 < float(fast["high"])
-
-    for path in Path("losses").glob("*/*/metrics.csv"):
-        path.write_text("step,val/loss\n9,0.5\n19,abc\n")
-    assert call("compare losses --metric val/loss") == 2
-    assert "abc" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -133,7 +111,5 @@ def test_losses_are_compared_where_that_is_asked(capsys):
 def test_a_mistake_ends_with_one_message_and_leaves_nothing(two_arms, capsys, command, message):
     Path("file.csv").write_text("arm,step,fid\n")
     assert call(command) == 2
-    output = capsys.readouterr()
-    assert message in output.err
-    assert "Traceback" not in output.err
+    assert message in capsys.readouterr().err
     assert not Path("report").exists()

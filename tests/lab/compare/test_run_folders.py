@@ -1,9 +1,12 @@
+"""What is read of run folders, which runs may be compared, and why the others may not."""
+
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from support.experiments import record, write_grid, write_run
+from support.experiments import fids, record, write_grid, write_run
 from support.tiny_run import tiny_config
 
 from lit_diffusion.lab.compare.run_folders import (
@@ -12,6 +15,7 @@ from lit_diffusion.lab.compare.run_folders import (
     collect_runs,
     differing_settings,
     flatten_config,
+    most_frequent_metric,
     read_run,
     select,
 )
@@ -21,14 +25,10 @@ pytestmark = pytest.mark.usefixtures("folder")
 
 
 def write_records(path, *records):
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    Path(path).mkdir()
     lines = "".join(json.dumps(r) + "\n" for r in records)
-    (folder / "evaluations.jsonl").write_text(lines)
-    return read_run(folder)
-
-
-# Arms and seeds
+    Path(path, "evaluations.jsonl").write_text(lines)
+    return read_run(Path(path))
 
 
 @pytest.mark.parametrize(
@@ -52,90 +52,58 @@ def test_a_run_folder_may_be_named_from_inside_and_its_config_knows_the_seed_bet
     assert (read_run(Path(".")).arm, read_run(Path(".")).seed) == ("clts", "2")
 
 
-def test_runs_below_the_named_folders_are_read_each_once(folder):
-    for path in ("sweep/a/seed-0", "sweep/a/seed-1", "sweep/b/seed-0", "alone"):
+def test_runs_below_the_named_folders_are_read_each_once_also_behind_links(folder):
+    """Each of twelve leads to all: without a look at where they lead, there is no end of paths."""
+    runs = ["sweep/a/seed-0", "sweep/a/seed-1", "sweep/b/seed-0", "alone"]
+    for path in runs:
         write_run(folder / path, [3.0], steps=(100,))
+    for n in range(12):
+        (folder / "sweep" / f"link-{n}").symlink_to(folder / "sweep")
     (folder / "sweep" / "report").mkdir()
     Path("a").mkdir()
     Path("a/config.yaml").write_text("{}")
-    runs = collect_runs(["sweep", "alone", "sweep/b", "a"])
-    assert [str(run.path) for run in runs] == [
-        *("sweep/a/seed-0", "sweep/a/seed-1", "sweep/b/seed-0", "alone", "a")
-    ]
+    named = collect_runs(["sweep", "alone", "sweep/b", "a"])
+    assert [str(run.path) for run in named] == [*runs, "a"]
+    with pytest.raises(ValueError, match="sweep/report holds no run"):
+        collect_runs(["sweep/report"])
 
 
-def test_links_to_folders_around_them_end_nowhere(folder):
-    """Each of twelve leads to all: without a look at where they lead, there is no end of paths."""
-    write_run(folder / "sweep" / "a" / "seed-0", [3.0], 0, steps=(100,))
-    for n in range(12):
-        (folder / "sweep" / f"link-{n}").symlink_to(folder / "sweep")
-    assert [str(run.path) for run in collect_runs(["sweep"])] == ["sweep/a/seed-0"]
-
-
-def test_a_folder_without_runs_is_refused():
-    Path("empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no run"):
-        collect_runs(["empty"])
-
-
-# What a run folder holds
-
-
-def test_a_curve_has_the_points_of_its_metric_in_order_and_no_repeats():
-    run = write_records(
-        "a",
-        record(200, 4.0),
-        record(100, 5.0),
-        record(100, 7.0, metric="test/fid_360"),
-        record(200, 4.2, seeds=(360, 720)),
-    )
-    assert [(p["step"], p["value"]) for p in run.points("val/fid_360")] == [(100, 5.0), (200, 4.0)]
-    assert run.points("val/fid_5k") == []
-
-
-def test_repeats_are_those_of_the_same_weights_measured_alike():
+def test_a_curve_has_the_last_points_of_its_metric_that_were_measured_as_most_and_no_repeats():
     last = record(200, 4.0)
     run = write_records(
         "a",
         last,
+        record(100, 5.0),
+        record(100, 4.5),
+        record(100, 7.0, metric="test/fid_360"),
+        record(200, 9.0, sampling={"steps": 2}),
         record(100, 5.1, seeds=(360, 720)),
         record(200, 4.2, seeds=(360, 720)),
         record(200, 4.3, seeds=(720, 1080)),
         record(200, 9.9, seeds=(720, 1080), sampling={"steps": 2}),
     )
+    assert [(p["step"], p["value"]) for p in run.points("val/fid_360")] == [(100, 4.5), (200, 4.0)]
     assert [r["value"] for r in run.repeats(last)] == [4.2, 4.3]
+    assert run.points("val/fid_5k") == []
 
 
-def test_of_a_step_the_last_score_counts_that_was_measured_as_most_were():
-    other = record(200, 9.0, sampling={"steps": 2})
-    run = write_records("a", record(100, 5.0), record(100, 4.5), record(200, 4.0), other)
-    assert [p["value"] for p in run.points("val/fid_360")] == [4.5, 4.0]
-
-
-def test_logs_config_and_grids_are_read(folder):
+def test_logs_grids_and_the_first_and_latest_config_are_read(folder):
     path = write_run(folder / "a", [5.0, 4.0], seed=3, steps=(100, 200), max_steps=250)
     write_grid(path, 200, 128)
-    run = read_run(path)
-    assert run.rows[-1]["step"] == "199"
-    assert (run.max_steps, run.seed) == (250, "3")
-    assert list(run.grids) == [(200, "ema")]
-
-
-def test_the_latest_config_counts_and_the_first_is_known(folder):
-    path = write_run(folder / "a", [5.0], steps=(100,))
     config = yaml.safe_load((path / "config.yaml").read_text())
     config["trainer"]["max_steps"] = 900
     (path / "config.resume-1.yaml").write_text(yaml.safe_dump(config))
     run = read_run(path)
-    assert run.max_steps == 900
-    assert differing_settings(run.first_config, run.config) == {"trainer.max_steps": (100, 900)}
+    assert run.rows[-1]["step"] == "199"
+    assert list(run.grids) == [(200, "ema")]
+    assert (run.max_steps, run.seed) == (900, "3")
+    assert differing_settings(run.first_config, run.config) == {"trainer.max_steps": (250, 900)}
 
 
 @pytest.mark.parametrize(
     ("file", "text", "fault"),
     [
         ("evaluations.jsonl", "{'step'\n", "a/evaluations.jsonl is damaged"),
-        ("evaluations.jsonl", "[1]\n", "a/evaluations.jsonl is damaged"),
         ("evaluations.jsonl", '{"metric": "val/fid_360", "step": 1}\n', "is no evaluation"),
         ("ema-curve.jsonl", "[]\n", "a/ema-curve.jsonl is damaged"),
         ("metrics.csv", "step,train/loss\n1,abc\n", "a/metrics.csv is damaged"),
@@ -164,9 +132,6 @@ def test_fields_of_the_protocol_are_fields_of_the_record():
     assert set(PROTOCOL) <= set(FIDRecord.__dataclass_fields__)
 
 
-# Settings
-
-
 def test_objects_in_lists_are_named_by_their_class_and_two_of_one_class_are_two_settings():
     first, second = ({"class_path": "x.EMA", "init_args": {"decays": [d]}} for d in (0.9, 0.8))
     assert flatten_config({"trainer": {"callbacks": [first, second]}}) == {
@@ -177,16 +142,183 @@ def test_objects_in_lists_are_named_by_their_class_and_two_of_one_class_are_two_
     }
 
 
-def test_configs_that_differ_in_seed_paths_and_logger_do_not_differ():
-    configs = [tiny_config(default_root_dir=name, logger={"id": name}) for name in "ab"]
-    configs = [c | {"seed_everything": k, "ckpt_path": str(k)} for k, c in enumerate(configs)]
-    assert differing_settings(*configs) == {}
-
-
-def test_differences_name_settings_with_both_values():
-    one, two = tiny_config(), tiny_config(callbacks=[{"class_path": "x.EMA"}])
+def test_differences_but_of_seed_paths_and_logger_name_settings_with_both_values():
+    one, two = (tiny_config(default_root_dir=name, logger={"id": name}) for name in "ab")
+    two |= {"seed_everything": 1, "ckpt_path": "last"}
+    assert differing_settings(one, two) == {}
+    two["trainer"]["callbacks"] = [{"class_path": "x.EMA"}]
     two["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.2
     assert differing_settings(one, two) == {
         "model.optimizer.lr": (0.1, 0.2),
         "trainer.callbacks.EMA": (None, "EMA"),
     }
+
+
+# Selection of comparable runs
+
+
+@pytest.fixture(scope="module")
+def two_arms(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for arm, speed in (("baseline", 1.0), ("clts", 1.3)):
+        write_seeds(root, arm, range(2), speed)
+    return root
+
+
+@pytest.fixture
+def sweep(two_arms, folder):
+    return Path(shutil.copytree(two_arms, "sweep"))
+
+
+def write_seeds(folder, arm, seeds, speed, **protocol):
+    for seed in seeds:
+        write_run(Path(folder, arm, f"seed-{seed}"), fids(speed, seed), seed, lr=speed, **protocol)
+
+
+def selected(**options):
+    return select(collect_runs(["sweep"]), **options)
+
+
+def write(path, values=None, **options):
+    seed = int(path.rpartition("-")[2])
+    return write_run(Path("sweep", path), values or fids(1.0, path), seed, **{"lr": 1.3} | options)
+
+
+def test_runs_of_equal_protocol_are_arms_also_without_configs(sweep):
+    for config in Path("sweep/clts").rglob("config.yaml"):
+        config.unlink()
+    selection = selected()
+    assert (selection.metric, selection.baseline) == ("val/fid_360", "baseline")
+    assert {arm: [str(run.path) for run in runs] for arm, runs in selection.arms.items()} == {
+        arm: [f"sweep/{arm}/seed-{seed}" for seed in range(2)] for arm in ("baseline", "clts")
+    }
+    assert selection.left_out == []
+
+
+def test_the_baseline_may_be_named_and_is_else_the_first(sweep):
+    assert selected(baseline="clts").baseline == "clts"
+    Path("sweep/baseline").rename("sweep/plain")
+    assert selected().baseline == "clts"
+    with pytest.raises(ValueError, match=r"the baseline x and another arm; there are clts, plain"):
+        selected(baseline="x")
+
+
+def diverge(run, step):
+    (run / "metrics.csv").write_text(f"step,train/loss\n0,1.0\n{step},nan\n")
+
+
+def test_runs_that_cannot_stand_beside_the_others_are_left_out_with_the_reason(sweep):
+    short = fids(1.0, 7)[:9]
+    (write("clts/seed-2") / "evaluations.jsonl").unlink()
+    diverge(run := write("clts/seed-3"), 50)
+    (run / "evaluations.jsonl").unlink()
+    write("clts/seed-4", metric="val/fid_5k")
+    (write("clts/seed-5", short) / "config.yaml").unlink()
+    write("md/seed-6", short, max_steps=2000)
+    diverge(write("lost/seed-7", short, max_steps=2000), 950)
+    selection = selected()
+    assert dict(selection.left_out) == {
+        "sweep/clts/seed-2": "it has no FID; metrics.csv ends at step 1999",
+        "sweep/clts/seed-3": "its training diverged before its first FID, which flatters its arm",
+        "sweep/clts/seed-4": "it has no val/fid_360, but val/fid_5k",
+        "sweep/clts/seed-5": "cut short: its FIDs end at step 900, its arm's at 2,000",
+        "sweep/md/seed-6": "cut short: its FIDs end at step 900 of 2,000",
+    }
+    lengths = {arm: len(runs) for arm, runs in selection.arms.items()}
+    assert lengths == {"baseline": 2, "clts": 2, "lost": 1}
+
+
+def test_a_run_of_another_protocol_is_left_out_with_what_differs(sweep):
+    changes = {"num_real": 9, "num_fake": 9, "data": "0", "protocol": "x", "extractor_sha256": "1"}
+    changes |= {"resize": "bilinear", "weights": "raw", "labels": None}
+    write("clts/seed-7", **changes)
+    ((run, why),) = selected().left_out
+    assert run == "sweep/clts/seed-7"
+    assert why.startswith("its FID is of another protocol than sweep/baseline/seed-0's: ")
+    assert all(f"{field} {value!r}, not " in why for field, value in changes.items())
+
+
+def test_the_protocol_is_that_of_most_runs_of_the_baseline(folder):
+    write_seeds("many", "baseline", range(1), 1.0, resize="other")
+    write_seeds("many", "baseline", range(1, 4), 1.0)
+    write_seeds("many", "clts", range(2), 1.3)
+    selection = select(collect_runs(["many"]))
+    assert dict(selection.left_out).keys() == {"many/baseline/seed-0"}
+    assert [len(runs) for runs in selection.arms.values()] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"sampling": {"solver": "DDPM()", "steps": 20}}, "solver 'DDPM()', not 'DPMSolverPP("),
+        ({"ema_decay": 0.5}, "ema_decay 0.5, not 0.9"),
+    ],
+)
+def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(changes, difference):
+    usual = {"ema_decay": 0.9}
+    write_seeds("mixed", "baseline", range(2), 1.0, **usual)
+    write_seeds("mixed", "clts", range(1), 1.3, **usual | changes)
+    write_seeds("mixed", "clts", range(1, 4), 1.3, **usual)
+    ((run, why),) = select(collect_runs(["mixed"])).left_out
+    assert run == "mixed/clts/seed-0"
+    assert why.startswith("its samples are drawn otherwise than those of mixed/clts/seed-1: ")
+    assert difference in why
+
+
+def test_records_that_do_not_tell_the_decay_may_stand_beside_those_that_do(sweep):
+    for run, decay in (("seed-0", ""), ("seed-1", '"ema_decay": 0.9, ')):
+        path = sweep / "clts" / run / "evaluations.jsonl"
+        path.write_text(path.read_text().replace('"ema_decay": null, ', decay))
+    assert selected().left_out == []
+
+
+@pytest.mark.parametrize(("max_steps", "is_whole"), [(2000, True), (2099, True), (2100, False)])
+def test_a_run_is_whole_when_no_further_fid_was_due(sweep, max_steps, is_whole):
+    write("md/seed-7", max_steps=max_steps)
+    assert ("md" in selected().arms) is is_whole
+
+
+def test_protocols_that_leave_nothing_to_compare_are_refused_with_what_differs(sweep):
+    write_run(Path("two/a"), [3.0], steps=(100,))
+    write_run(Path("two/b"), [3.0], steps=(100,), num_real=99)
+    with pytest.raises(ValueError, match=r"there are a\.\n  two/b: .*num_real 99, not 360"):
+        select(collect_runs(["two"]))
+    shutil.rmtree("sweep/baseline")
+    write("baseline/seed-0", fids(1.0, 0)[:3], max_steps=2000)
+    write("md/seed-7")
+    with pytest.raises(ValueError, match=r"the baseline baseline .*are clts, md\.\n.*cut short"):
+        selected()
+
+
+@pytest.mark.parametrize(
+    ("seed", "lr", "rule"),
+    [
+        (1, 1.3, r"arm clts holds seed 1 twice: .*seed-1 and .*seed-9"),
+        (9, 0.5, r"of arm clts and differ in model\.optimizer\.lr 1\.3 and"),
+    ],
+)
+def test_one_seed_twice_and_seeds_that_are_configured_otherwise_are_refused(sweep, seed, lr, rule):
+    write_run(Path("sweep/clts/seed-9"), fids(1.3, 9), seed, lr=lr)
+    with pytest.raises(ValueError, match=rule):
+        selected()
+
+
+def test_the_metric_that_most_runs_have_is_taken_before_that_on_test_data():
+    def run(*metrics):
+        records = [record(2000, 3.0, metric=metric) for metric in metrics]
+        return Run(Path(metrics[0]), metrics[0], "0", records=records)
+
+    one = run("test/fid_360", "val/fid_360", "val/confid_1", "confidence", "fid_5k")
+    assert one.fid_metrics == ["test/fid_360", "val/fid_360", "fid_5k"]
+    assert most_frequent_metric([one, run("test/fid_360")]) == "val/fid_360"
+    with pytest.raises(ValueError, match="choose --metric val/fid_360 or val/fid_9"):
+        most_frequent_metric([one, run("val/fid_9")])
+
+
+def test_runs_without_such_an_fid_are_told_what_makes_one(sweep):
+    Path("bare/a").mkdir(parents=True)
+    Path("bare/a/metrics.csv").write_text("step,loss\n1,0.5\n")
+    with pytest.raises(ValueError, match=r"none of these runs has an FID.*FIDEvaluation"):
+        select(collect_runs(["bare"]))
+    with pytest.raises(ValueError, match=r"runs can be .*no val/fid_9k, but val/fid_360"):
+        selected(metric="val/fid_9k")

@@ -61,18 +61,12 @@ def change_config(run, **changes):
     (Path(run) / "config.yaml").write_text(yaml.safe_dump(config | changes))
 
 
-# Curves
-
-
 def test_curves_have_steps_fids_images_and_repeats_of_the_records():
     curve = read_run(Path("sweep/clts/seed-1")).curve("val/fid_360")
     assert (curve.seed, curve.steps, list(curve.fids)) == ("1", STEPS, fids(1.3, 1))
     assert curve.images == tuple(64 * step for step in STEPS)
     assert len(curve.repeats) == 2
     assert curve.fids[-1] not in curve.repeats
-
-
-def test_records_without_images_have_curves_without_them():
     change("sweep/clts/seed-1", images=None)
     assert read_run(Path("sweep/clts/seed-1")).curve("val/fid_360").images is None
 
@@ -96,12 +90,7 @@ def test_fids_that_are_not_finite_or_after_the_training_diverged_are_nan_and_not
 
 @pytest.mark.parametrize(
     ("changes", "why"),
-    [
-        ({"value": -1e-9}, "FIDs must be > 0, got -1e-09"),
-        ({"value": 10**400}, "int too large"),
-        ({"images": "many"}, "could not convert string to float: 'many'"),
-        ({"images": [1]}, "float() argument must be"),
-    ],
+    [({"value": -1e-9}, "FIDs must be > 0, got -1e-09"), ({"images": [1]}, "float() argument")],
 )
 def test_a_run_with_a_number_that_can_not_be_takes_no_part(changes, why):
     change("sweep/clts/seed-1", **changes)
@@ -112,24 +101,20 @@ def test_a_run_with_a_number_that_can_not_be_takes_no_part(changes, why):
     assert why in reason
 
 
-# Notes
-
-
-def test_what_an_arm_was_tuned_on_is_noted_beside_what_the_fid_is_by():
+def test_what_arms_were_tuned_on_and_their_lengths_are_noted():
     assert notes() == ""
     for run in Path("sweep/clts").iterdir():
         change_config(run, tuned_on="patches-cnn")
-    assert notes() == "Tuned: clts on patches-cnn. FID here is by digits-cnn, val."
+        change(run, sampling=None)  # not recorded, so not another way to sample
+    write_run(Path("sweep/short"), fids(1.0, 9)[:9], 9, steps=STEPS[:9])
+    tuned, lengths = notes().splitlines()
+    assert tuned == "Tuned: clts on patches-cnn. FID here is by digits-cnn, val."
+    assert "than baseline's 2,000: short for 900." in lengths
 
 
-@pytest.mark.parametrize(
-    ("way", "is_sampler"),
-    [
-        ({"process": "EDMProcess()"}, False),
-        ({"process": "EDMProcess()", "steps": 1}, True),
-    ],
-)
+@pytest.mark.parametrize(("way", "is_sampler"), [({}, False), ({"steps": 1}, True)])
 def test_another_way_to_sample_is_noted_and_whether_a_gain_may_be_due_to_it(way, is_sampler):
+    way = {"process": "EDMProcess()"} | way
     for name, changes in (("baseline", {}), ("clts", way)):
         for run in Path("sweep", name).iterdir():
             change(run, sampling=SAMPLING | {"process": "VP()"} | changes)
@@ -137,14 +122,6 @@ def test_another_way_to_sample_is_noted_and_whether_a_gain_may_be_due_to_it(way,
     assert "clts draws its samples in another way than baseline" in text
     assert all(f"{key} {value}, not " in text for key, value in way.items())
     assert ("may be the sampler's" in text) is is_sampler
-
-
-def test_an_arm_of_another_length_is_noted_and_a_way_to_sample_that_is_not_recorded_is_not():
-    for run in Path("sweep/clts").iterdir():
-        change(run, sampling=None)
-    assert notes() == ""
-    write_run(Path("sweep/short"), fids(1.0, 9)[:9], 9, steps=STEPS[:9])
-    assert "than baseline's 2,000: short for 900." in notes()
 
 
 def test_a_resume_with_other_settings_is_noted():
@@ -156,20 +133,11 @@ def test_a_resume_with_other_settings_is_noted():
     assert "was resumed with other settings: trainer.max_steps 500, then 2000." in notes()
 
 
-# Tables and facts
-
-
-def test_what_an_arm_changes_is_read_from_the_configs():
-    table = settings_table(selected()[0])
+def test_what_an_arm_changes_and_the_whole_protocol_are_listed():
+    selection, _ = selected()
+    table, facts = settings_table(selection), protocol_facts(selection)
     assert table.rows == (("clts", "model.optimizer.lr", "0.001", "0.5"),)
     assert table.columns[2] == "baseline"
-    for config in Path("sweep").rglob("config.yaml"):
-        config.unlink()
-    assert settings_table(selected()[0]) is None
-
-
-def test_the_protocol_is_listed_whole():
-    facts = protocol_facts(selected()[0])
     assert (facts["num_fake"], facts["protocol"]) == ("360", "digits-cnn")
     assert facts["sampling solver"] == "DPMSolverPP(steps=20)"
 
@@ -185,7 +153,7 @@ def log_losses(run, losses, every=20):
 def test_runs_whose_training_diverged_or_spiked_are_counted_once_also_without_any_fid():
     calm = [1.0] * 40
     assert training_table(collect_runs(["sweep"])) is None
-    log_losses("sweep/baseline/seed-0", calm)
+    log_losses("sweep/baseline/seed-0", calm, every=1)
     log_losses("sweep/baseline/seed-1", [*calm, 5.0, *calm, 5.0, *calm])
     log_losses("sweep/clts/seed-0", [*calm, 5.0, *calm, math.nan])
     log_losses("sweep/clts/seed-1", [*calm, math.inf])
@@ -196,29 +164,20 @@ def test_runs_whose_training_diverged_or_spiked_are_counted_once_also_without_an
         ("clts", "2", "2", "0", "2 of 2"),
         ("dead", "1", "1", "0", "1 of 1"),
     )
-    assert "every 20 steps" in table.caption
-    log_losses("sweep/clts/seed-0", calm, every=1)
-    assert "every 1 or 20 steps" in training_table(collect_runs(["sweep"])).caption
-
-
-# Samples
+    assert "every 1 or 20 steps" in table.caption
 
 
 def pictures():
     return sample_pictures(*selected())
 
 
-def test_pictures_are_of_one_training_seed_and_equal_steps_of_all_arms():
+def test_pictures_are_of_one_training_seed_equal_steps_and_the_weights_of_the_fid():
     steps = [(arm, step) for arm in ("baseline", "clts") for step in (500, 1000, 2000)]
-    assert [(picture.arm, picture.step) for picture in pictures()] == steps
     expected = Path("sweep/clts/seed-0/samples/step-00001000-ema.png").read_bytes()
-    assert pictures()[4].png == expected
-
-
-def test_pictures_are_of_the_weights_of_the_fid_if_there_are_such():
     for path in Path("sweep").glob("*/*/samples/*-ema.png"):
-        path.with_name(path.name.replace("ema", "raw")).write_bytes(path.read_bytes())
-    assert {(p.step, p.weights) for p in pictures()} == {(s, "ema") for s in (500, 1000, 2000)}
+        path.with_name(path.name.replace("ema", "raw")).write_bytes(b"raw")
+    assert [(p.arm, p.step) for p in pictures() if p.weights == "ema"] == steps
+    assert pictures()[4].png == expected
     for path in Path("sweep").glob("*/*/samples/*-ema.png"):
         path.unlink()
     assert {picture.weights for picture in pictures()} == {"raw"}
@@ -228,19 +187,14 @@ def test_pictures_of_other_weights_or_steps_or_of_one_arm_alone_are_not_shown():
     for path in Path("sweep/clts").glob("*/samples/*.png"):
         path.rename(path.with_name(path.name.replace("ema", "raw")))
     assert pictures() == []
-    write_grid(Path("sweep/clts/seed-0"), 500, 100)
-    assert [(p.arm, p.step) for p in pictures()] == [("baseline", 500), ("clts", 500)]
+    write_grid(Path("sweep/clts/seed-1"), 500, 100)
+    shutil.rmtree("sweep/clts/seed-0/samples")
+    shutil.rmtree("sweep/baseline/seed-1/samples")  # there is no common seed
+    shown = [(p.arm, p.step, p.seed) for p in pictures()]
+    assert shown == [("baseline", 500, "0"), ("clts", 500, "1")]
     write_run(Path("sweep/md"), fids(1.0, 9), 9)
     assert pictures() == []
 
-
-def test_arms_without_a_common_seed_show_different_ones():
-    for run in ("baseline/seed-0", "clts/seed-1"):
-        shutil.rmtree(f"sweep/{run}/samples")
-    assert {(p.arm, p.seed) for p in pictures()} == {("baseline", "1"), ("clts", "0")}
-
-
-# Widths of the average
 
 WIDTHS = {
     "baseline": [{0.05: 2.0, 0.1: 1.0}, {0.05: 2.2, 0.1: 1.1}, {0.05: 2.1, 0.1: 1.05}],
@@ -256,6 +210,7 @@ def write_widths(run, scores, step=2000, **changes):
 
 @pytest.fixture
 def scored():
+    assert widths_table(selected()[0]) == (None, [])
     shutil.rmtree("sweep")
     for k, (arm, scores) in enumerate(WIDTHS.items()):
         for seed in range(3):
@@ -264,15 +219,9 @@ def scored():
 
 
 def test_each_seed_is_scored_at_the_width_that_the_others_choose():
-    lucky = [{0.05: 1.0, 0.1: 2.0}, {0.05: 3.0, 0.1: 2.0}, {0.05: 3.0, 0.1: 2.0}]
-    assert best_widths(lucky) == [(0.1, 2.0), (0.05, 3.0), (0.05, 3.0)]
+    lucky = [{0.05: 1.0, 0.1: 2.0}, {0.05: 3.0, 0.1: 2.0}, {0.05: 3.0, 0.1: 2.0, 0.2: 0.1}]
+    assert best_widths(lucky) == [(0.1, 2.0), (0.05, 3.0), (0.05, 3.0)]  # not all have 0.2
     assert best_widths(lucky[:1]) == [(0.05, 1.0)]
-    two = [{0.05: 1.0, 0.1: 2.0}, {0.05: 4.0, 0.1: 3.0, 0.2: 0.1}]  # not all have 0.2
-    assert best_widths(two) == [(0.1, 2.0), (0.05, 4.0)]
-
-
-def test_runs_without_scores_by_width_have_no_table_of_them():
-    assert widths_table(selected()[0]) == (None, [])
 
 
 def test_arms_are_compared_at_their_own_widths(scored):

@@ -1,5 +1,6 @@
 import math
 import random
+from dataclasses import astuple, replace
 from statistics import fmean, stdev, variance
 
 import numpy as np
@@ -18,7 +19,6 @@ from lit_diffusion.lab.compare.statistics import (
     welch,
 )
 
-NAN = math.nan
 NOT, EARLY = Bound.MORE_THAN, Bound.AT_MOST
 
 
@@ -33,34 +33,29 @@ def crossings(logs):
 
 
 def interval(difference, error, degrees):
-    """Ends of the 95% interval, and p."""
+    """The difference, ends of its 95% interval, and p."""
     reach = stats.t.ppf(0.975, degrees) * error
     p = 2 * stats.t.sf(abs(difference) / error, degrees)
-    return difference - reach, difference + reach, p
+    return difference, difference - reach, difference + reach, p
 
 
 # t tests
 
 
-@pytest.mark.parametrize("counts", [(2, 2), (3, 9)])
-@pytest.mark.parametrize("spreads", [(0.01, 3.0), (0.0, 1.0)])
+@pytest.mark.parametrize(("counts", "spreads"), [((2, 2), (0.01, 3.0)), ((3, 9), (0.0, 1.0))])
 def test_welch_is_the_formula(counts, spreads):
     first, second = drawn(1, counts, spreads, shift=0.7)
     v1, v2 = variance(first) / counts[0], variance(second) / counts[1]
     degrees = (v1 + v2) ** 2 / (v1**2 / (counts[0] - 1) + v2**2 / (counts[1] - 1))
     expected = interval(fmean(first) - fmean(second), math.sqrt(v1 + v2), degrees)
-    test = welch(first, second)
-    assert (test.low, test.high, test.p) == pytest.approx(expected, rel=1e-9)
-    assert test.difference == pytest.approx((test.low + test.high) / 2)
+    assert astuple(welch(first, second)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_paired_is_the_formula():
     first, second = drawn(2, (7, 7), shift=0.3)
     differences = [a - b for a, b in zip(first, second, strict=True)]
     expected = interval(fmean(differences), stdev(differences) / math.sqrt(7), 6)
-    test = paired(first, second)
-    assert (test.low, test.high, test.p) == pytest.approx(expected, rel=1e-9)
-    assert test.difference == pytest.approx(fmean(differences))
+    assert astuple(paired(first, second)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_one_value_or_no_spread_at_all_leaves_no_test():
@@ -71,53 +66,30 @@ def test_one_value_or_no_spread_at_all_leaves_no_test():
     assert paired([0.3, 2.1, 3.3], [0.1, 1.9, 3.1]) is None  # equal but for rounding
 
 
-# Speed-ups
-
-
 def test_a_speedup_is_the_ratio_of_geometric_means_with_welchs_interval():
     slow, fast = drawn(2, (5, 4), (0.1, 0.2), shift=0.5)
     gain, test = speedup(crossings(slow), crossings(fast)), welch(slow, fast)
     expected = [math.exp(end) for end in (test.difference, test.low, test.high)]
     assert [gain.ratio, gain.low, gain.high] == pytest.approx(expected)
     assert gain.p == pytest.approx(test.p)
-    inverse = speedup(crossings(fast), crossings(slow))
-    expected = [1 / end for end in (gain.ratio, gain.high, gain.low)]
-    assert [inverse.ratio, inverse.low, inverse.high] == pytest.approx(expected)
+    one_seed = speedup([Crossing(4000)], [Crossing(2000)])
+    assert (one_seed.ratio, one_seed.low, one_seed.high, one_seed.p) == (2, None, None, None)
 
 
-def test_an_interval_holds_one_exactly_where_p_is_above_one_in_twenty():
-    gains = [speedup(*map(crossings, drawn(seed, shift=1.0))) for seed in range(200)]
-    assert [g.low <= 1 <= g.high for g in gains] == [g.p >= 0.05 for g in gains]
-    assert len({g.p >= 0.05 for g in gains}) == 2
-
-
-def test_one_seed_has_a_ratio_and_no_interval():
-    gain = speedup([Crossing(4000)], [Crossing(2000)])
-    assert (gain.ratio, gain.low, gain.high, gain.p) == (2, None, None, None)
-
-
-# Censored crossings
+SOON, LATE = [Crossing(2000), Crossing(1900)], [Crossing(3500), Crossing(4000, NOT)]
 
 
 @pytest.mark.parametrize(
-    ("baseline", "arm"),
-    [
-        ([Crossing(3500), Crossing(4000, NOT)], [Crossing(2000), Crossing(1900)]),
-        ([Crossing(2000), Crossing(1900)], [Crossing(100, EARLY), Crossing(110)]),
-    ],
+    ("baseline", "arm"), [(LATE, SOON), (SOON, [Crossing(100, EARLY), Crossing(110)])]
 )
-def test_a_baseline_that_never_gets_there_or_an_arm_from_the_start_leaves_a_lower_bound(
+def test_an_arm_or_a_baseline_that_never_gets_there_or_an_arm_from_the_start_leaves_a_bound(
     baseline, arm
 ):
-    gain = speedup(baseline, arm)
+    gain, inverse = speedup(baseline, arm), speedup(arm, baseline)
     assert (gain.is_lower_bound, gain.is_upper_bound) == (True, False)
     assert 1 < gain.low < gain.ratio < gain.high == math.inf
-
-
-def test_an_arm_that_never_gets_there_leaves_an_upper_bound():
-    gain = speedup([Crossing(2000), Crossing(1900)], [Crossing(3500), Crossing(4000, NOT)])
-    assert (gain.is_lower_bound, gain.is_upper_bound) == (False, True)
-    assert 0 == gain.low < gain.ratio < gain.high < 1
+    assert (inverse.is_lower_bound, inverse.is_upper_bound) == (False, True)
+    assert 0 == inverse.low < inverse.ratio < inverse.high < 1
 
 
 @pytest.mark.parametrize(
@@ -138,7 +110,7 @@ def test_there_is_no_interval_where_bounds_leave_open_who_is_faster(baseline, ar
 def test_the_lower_end_of_a_bound_stays_below_the_truth():
     """In 97.5 of 100 experiments, as that of a whole interval does."""
     limit, holds = math.exp(0.5), []
-    for seed in range(2000):
+    for seed in range(1000):
         slow, fast = drawn(seed, (5, 5), (0.2, 0.2), shift=0.5)
         censored = [c if c.step < limit else Crossing(limit, NOT) for c in crossings(slow)]
         gain = speedup(censored, crossings(fast))
@@ -146,18 +118,11 @@ def test_the_lower_end_of_a_bound_stays_below_the_truth():
     assert sum(holds) / len(holds) > 0.965
 
 
-# Holm
-
-
 def test_holm_multiplies_the_smallest_by_the_number_of_tests_and_the_next_by_one_less():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     # a test that the data did not allow counts as one of p = 1
     assert holm([0.03, 0.01, None, 0.5]) == pytest.approx([0.09, 0.04, None, 1.0])
     assert holm([None, None, 0.03]) == pytest.approx([None, None, 0.09])
-    assert holm([]) == []
-
-
-# Seed by seed
 
 
 def related(speed, name="arm", seeds=range(5)):
@@ -215,13 +180,9 @@ def test_last_fids_are_geometric_means_over_the_sets_of_samples_that_all_have():
     assert math.exp(last_fid_by_seed(one, other).difference) == pytest.approx(4 / 2**0.5)
 
 
-@pytest.mark.parametrize("last", [NAN, math.inf])
-def test_last_fids_that_are_not_finite_have_no_ratio(last):
-    ends = [Curve(c.seed, STEPS, (*c.fids[:-1], last)) for c in related(2.0).curves]
+def test_last_fids_that_are_not_finite_have_no_ratio():
+    ends = [replace(c, fids=(*c.fids[:-1], math.inf)) for c in related(2.0).curves]
     assert last_fid_by_seed(Arm("lost", tuple(ends)), BASE) is None
-    sets = [Curve(c.seed, STEPS, c.fids, repeats=(last,)) for c in related(2.0).curves]
-    base = [Curve(c.seed, STEPS, c.fids, repeats=(1.0,)) for c in BASE.curves]
-    assert last_fid_by_seed(Arm("lost", tuple(sets)), Arm("base", tuple(base))) is None
 
 
 def test_last_fids_after_unequal_numbers_of_steps_have_no_ratio():

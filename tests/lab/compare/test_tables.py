@@ -12,8 +12,6 @@ from lit_diffusion.lab.compare.statistics import holm, last_fid_by_seed, speedup
 from lit_diffusion.lab.compare.tables import (
     by_seed_table,
     common_steps,
-    escape_markdown,
-    evenly_spaced,
     fid_records,
     fid_table,
     format_fid,
@@ -37,59 +35,19 @@ def comparison():
     return compare(arms, "baseline")
 
 
-# Text
-
-
-@pytest.mark.parametrize(
-    ("text", "escaped"),
-    [
-        ("<b> **b** `c` ~~d~~ _e_", r"\<b> \*\*b\*\* \`c\` \~\~d\~\~ \_e\_"),
-        ("num_fake [l](http:x) [l][x] R&D", r"num_fake [l]\(http:x) [l]\[x] R&D"),
-        ("new\nline\r\n# title", "new line # title"),
-        ("# a", r"\# a"),
-        ("> a", r"\> a"),
-        ("- a", r"\- a"),
-        ("> 2,000", "> 2,000"),
-        (r"a\_b", r"a\\\_b"),
-        ("1.80x [1.50, -], p < 0.001, +- 3", "1.80x [1.50, -], p < 0.001, +- 3"),
-    ],
-)
-def test_names_are_text_and_numbers_stay_as_they_are(text, escaped):
-    assert escape_markdown(text) == escaped
-
-
 def test_an_fid_that_looks_like_the_target_has_more_digits(comparison):
     (result, *_), target = comparison.results, comparison.target
     assert format_target(result, comparison) == ""
     assert format_target(replace(result, at=2 * target), comparison) == f" to {2 * target:.2f}"
-    close = format_target(replace(result, at=target * 1.0001), comparison)
-    at, other = close.removeprefix(" to ").split(", not ")
-    assert at != other
-    assert float(at) == pytest.approx(target * 1.0001, rel=1e-4)
-    assert float(other) == pytest.approx(target, rel=1e-4)
+    at, other = format_target(replace(result, at=target * 1.0001), comparison).split(", not ")
+    assert 0 < float(at.removeprefix(" to ")) - float(other) < 2e-4 * target
 
 
-# Tables
-
-
-def test_a_cell_is_mean_and_standard_deviation_over_seeds():
-    table = fid_table(compare([TWO, Arm("b", (Curve("0", (1, 2), (NAN, 3.0)),))], "a", 5.0))
+def test_a_cell_is_mean_and_standard_deviation_over_seeds_at_steps_that_all_have():
+    table = fid_table(compare([TWO, Arm("b", (Curve("0", (1, 2, 3), (NAN, 3.0, 1.0)),))], "a", 5.0))
     assert table.columns == ("arm", "1", "2")
     assert table.rows == (("a", "5.00 +- 1.41", "2.00 (1 of 2 seeds)"), ("b", "-", "3.00"))
-
-
-def test_steps_of_the_table_are_those_that_all_runs_have():
-    assert common_steps([TWO, Arm("b", (Curve("0", (2, 3), (4.0, 2.0)),))]) == [2]
     assert common_steps([TWO, Arm("b", (Curve("0", (7,), (4.0,)),))]) == [1, 2]
-
-
-@pytest.mark.parametrize("limit", [1, 3, 6])
-def test_steps_are_evenly_spaced_up_to_the_last(limit):
-    for count in range(1, 40):
-        steps = evenly_spaced(range(count), limit)
-        assert steps[-1] == count - 1
-        assert steps == sorted(set(steps))
-        assert 1 <= len(steps) <= limit
 
 
 def test_the_main_table_has_steps_speedup_tests_and_verdict(comparison):
@@ -108,33 +66,24 @@ def test_the_steadiness_table_sets_the_spread_of_samples_beside_that_of_seeds():
     table = steadiness_table(compare([Arm("b", (again,)), TWO], "b"))
     assert table.rows[0] == ("b", "0.0%", "0.0%", "-", "5.5% (2 repeats)")
     assert table.rows[1] == ("a", "-", "-", "-", "-")
-    shared = [
-        Arm(name, (Curve("0", (1,), (fid,), repeats=(1.2 * fid, 0.9 * fid)),))
-        for name, fid in (("a", 2.0), ("b", 3.0))
-    ]
-    assert "0.0% is left (2 degrees" in steadiness_table(compare(shared, "a")).caption
 
 
 def test_the_table_by_seed_corrects_p_within_each_column():
     base, *arms = (arm(name, speed) for name, speed in zip("xabc", (1, 1.4, 1.2, 0.9), strict=True))
-    short = Arm("short", tuple(Curve(c.seed, c.steps[:-1], c.fids[:-1]) for c in arms[0].curves))
-    comparison = compare([base, *arms, short], "x")
+    lost = Arm("lost", tuple(Curve(c.seed, STEPS, (NAN,) * 20) for c in base.curves))
+    comparison = compare([base, *arms, lost], "x")
     rows = by_seed_table(comparison).rows
-    results = comparison.results
-    speeds = holm([speedup_by_seed(r.arm, base, r.at).p for r in results])
-    tests = [last_fid_by_seed(result.arm, base) for result in results]
-    lasts = holm([test.p if test else None for test in tests])
+    tests = [
+        (speedup_by_seed(r.arm, base, r.at), last_fid_by_seed(r.arm, base))
+        for r in comparison.results
+    ]
+    speeds, lasts = (
+        holm([t.p if t else None for t in column]) for column in zip(*tests, strict=True)
+    )
     assert [row[3] for row in rows] == [format_p(p) for p in speeds]
     assert [row[5] for row in rows] == [format_p(p) for p in lasts]
-    assert dict(zip((row[0] for row in rows), lasts, strict=True))["short"] is None
-
-
-def test_an_arm_without_any_test_stands_in_the_table_by_seed_too():
-    base, fast = arm("baseline", 1.0), arm("fast", 2.0)
-    lost = Arm("lost", tuple(Curve(c.seed, STEPS, (NAN,) * 20) for c in base.curves))
-    rows = by_seed_table(compare([base, fast, lost], "baseline")).rows
     assert ("lost", "5", "-", "-", "-", "-") in rows
-    assert by_seed_table(compare([base, lost, arm("a", 2.0, range(5, 8))], "baseline")) is None
+    assert by_seed_table(compare([base, lost, arm("a", 2.0, range(5, 8))], "x")) is None
 
 
 def with_metrics(base, **metrics):
@@ -157,11 +106,6 @@ def test_other_metrics_have_a_table_of_speedups_and_one_of_the_last_samples():
         ("-", "-"),
     ]
     assert "Real images score: pixels 0.100." in last.caption
-    assert other_metrics_table({}) is None
-    assert last_samples_table([arm("bare", 1.0)]) is None
-
-
-# CSV
 
 
 def rows_of(records):
@@ -170,10 +114,8 @@ def rows_of(records):
 
 def test_numbers_survive_the_csv(comparison):
     rows = rows_of(speedup_records(comparison))
-    assert list(rows[0]) == [
-        *("arm", "seeds", "reached", "steps", "bound", "verdict", "target", "speedup", "low"),
-        *("high", "is_lower_bound", "is_upper_bound", "at_fid", "p", "p_holm", "p_end"),
-    ]
+    names = "arm seeds reached steps bound verdict target speedup low high is_lower_bound "
+    assert [*rows[0]] == [*names.split(), "is_upper_bound", "at_fid", "p", "p_holm", "p_end"]
     assert [row["arm"] for row in rows] == ["baseline", "fast", "slow"]
     result = comparison.results[0]
     assert float(rows[1]["speedup"]) == result.speedup.ratio
@@ -182,16 +124,12 @@ def test_numbers_survive_the_csv(comparison):
     assert float(rows[2]["at_fid"]) > float(rows[2]["target"]) == comparison.target
 
 
-def test_a_mean_that_is_unknown_has_no_number_in_the_csv():
+def test_means_that_are_unknown_or_of_some_seeds_are_in_the_csv_as_such():
     base = Arm("baseline", (Curve("0", (100, 200), (9.0, 4.0)),))
     split = [Curve("0", (100, 200), (3.0, 2.0)), Curve("1", (100, 200), (9.0, 8.0))]
     comparison = compare([base, Arm("split", tuple(split))], "baseline")
     row = rows_of(speedup_records(comparison))[1]
     assert (row["steps"], row["bound"]) == ("", "unknown")
-    assert speedup_table(comparison).rows[1][2] == "unknown"
-
-
-def test_means_are_in_the_csv_with_how_many_seeds_they_are_of():
     last = rows_of(fid_records([TWO]))[-1]
     assert last == {
         "arm": "a", "step": "2", "seeds": "2", "finite": "1", "mean": "2", "sd": ""

@@ -21,8 +21,8 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=1e-3, betas=(0.5, 0.999))
 
 
-def dcgan(**changes):
-    torch.manual_seed(0)
+def dcgan(kind=GANModule, seed=0, **changes):
+    torch.manual_seed(seed)
     arguments = {
         "generator": DCGANGenerator(8, 1, latent_dim=6, width=8, smallest=2),
         "discriminator": DCGANDiscriminator(8, 1, width=8, smallest=2),
@@ -31,7 +31,7 @@ def dcgan(**changes):
         "discriminator_optimizer": adam,
         "image_shape": (1, 8, 8),
     }
-    return GANModule(**{**arguments, **changes})
+    return kind(**{**arguments, **changes})
 
 
 def biggan(num_classes=10, **changes):
@@ -111,11 +111,8 @@ def test_networks_of_any_dtype_are_trained_and_sampled(tmp_path, precision):
 def test_r1_is_half_the_squared_gradient_at_real_images():
     module = dcgan(r1=0.7).eval()
     x = torch.randn(3, 1, 8, 8)
-    expected = 0
-    for each in x:
-        one = each[None].clone().requires_grad_()
-        (g,) = torch.autograd.grad(module.discriminator(one).sum(), one)
-        expected += 0.7 / 2 * g.square().sum() / 3
+    gradients = [torch.func.grad(lambda x: module.discriminator(x).sum())(one[None]) for one in x]
+    expected = 0.7 / 2 * sum(g.square().sum() for g in gradients) / 3
     torch.testing.assert_close(module.r1_penalty(x, None), expected)
 
 
@@ -145,12 +142,7 @@ class RecordsIndices(GANModule):
 def train_on_ranks(folder):
     """The global step, indices of the images and weights of a rank."""
     rank, ranks = rank_and_size()
-    torch.manual_seed(rank)  # DDP gives all ranks the weights of the first
-    networks = (
-        DCGANGenerator(8, 1, latent_dim=6, width=8, smallest=2),
-        DCGANDiscriminator(8, 1, width=8, smallest=2),
-    )
-    module = RecordsIndices(*networks, NonSaturating(), adam, adam, image_shape=(1, 8, 8), r1=0.1)
+    module = dcgan(RecordsIndices, seed=rank, r1=0.1)  # DDP gives all the weights of the first
     strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
     options = {"strategy": strategy, "devices": ranks, "max_steps": 8, "max_epochs": -1}
     trainer = make_trainer(folder, EMA((0.9,), prefix="generator", buffers=True), **options)
@@ -197,9 +189,8 @@ def test_all_that_a_gan_logs_counts_batches_and_scores_count_steps(tmp_path, mon
     monkeypatch.setattr(sample_grid, "log_picture", lambda *args: pictures.append(args[-1]))
     two_paces(*MEASURING).fit(tmp_path)
     rows, scores = curves(tmp_path)
-    logged = {
-        name: [int(row["step"]) for row in rows if name in row] for name in set().union(*rows)
-    }
+    names = set().union(*rows)
+    logged = {name: [int(row["step"]) for row in rows if name in row] for name in names}
     assert logged["train/discriminator_loss"] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert logged["train/generator_loss"] == [1, 2, 3, 4, 5, 6, 7]
     assert logged["val/generator_loss"] == [2, 7]
@@ -216,9 +207,6 @@ def test_rows_go_on_in_a_resume_with_other_validations(tmp_path):
     assert [row["step"] for row in read_rows(tmp_path / "metrics.csv")][-1] == "3"
     again = two_paces(val_check_interval=5)
     again.fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", resumed=True)
-    steps = [
-        int(r["step"])
-        for r in read_rows(tmp_path / "metrics.csv")
-        if "train/discriminator_loss" in r
-    ]
+    rows = read_rows(tmp_path / "metrics.csv")
+    steps = [int(row["step"]) for row in rows if "train/discriminator_loss" in row]
     assert steps == list(range(8))
