@@ -1,13 +1,10 @@
 import copy
 import json
-import os
-import signal
 
 import numpy as np
 import pytest
 import torch
 
-from lit_diffusion.files import atomic_write
 from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import compute_pieces, fingerprint, plan_analysis
 
@@ -33,20 +30,6 @@ def test_pieces_that_have_a_file_are_not_computed_again(tmp_path, capsys):
     (tmp_path / "pieces/b.npz").write_bytes(b"no")
     with pytest.raises(ValueError, match=r"b\.npz is damaged"):
         pieces()
-
-
-def test_a_killed_process_leaves_nothing_after_the_next_one(tmp_path):
-    """The child is killed while it writes a piece, whose file it has locked."""
-    (tmp_path / "pieces").mkdir()
-    piece = tmp_path / "pieces" / "b.npz"
-    if (child := os.fork()) == 0:
-        with atomic_write(piece, shared=True):
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    (part,) = (tmp_path / "pieces").iterdir()
-    os.utime(part, (0, 0))
-    assert compute_pieces(tmp_path, ["b"], lambda name: {"values": np.ones(1)}, "piece")
-    assert os.listdir(tmp_path / "pieces") == ["b.npz"]
 
 
 def plan(folder, num):

@@ -3,11 +3,7 @@ import pytest
 import torch
 
 from lit_diffusion.lab.analysis.fixed_losses import copy_weights
-from lit_diffusion.lab.analysis.interpolation import (
-    align_features,
-    barrier,
-    find_hidden_features,
-)
+from lit_diffusion.lab.analysis.interpolation import align_features, barrier, find_hidden_features
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import UNet

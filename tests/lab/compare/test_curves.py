@@ -1,8 +1,6 @@
 import math
 import random
-from statistics import stdev
 
-import numpy as np
 import pytest
 from support.experiments import arm
 
@@ -12,12 +10,9 @@ from lit_diffusion.lab.compare.curves import (
     Crossing,
     Curve,
     Stability,
-    late_spreads,
     loss_stability,
     mean_crossing,
-    paired_spread,
     read_arms,
-    sampling_spread,
 )
 from lit_diffusion.lab.compare.tables import curve_records, to_csv
 
@@ -78,43 +73,6 @@ def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is_and_unknown_where_bou
     assert str(mean_crossing([early, late])) == "unknown"
 
 
-def test_late_oscillation_is_the_spread_of_log_fid_over_the_last_third_and_about_a_line():
-    late = [2.0, 3.0, 2.5, 2.0]
-    curve = Curve("0", tuple(range(1, 13)), (*[99.0, 1.0] * 3, 50.0, 7.0, *late))
-    values = [math.log(fid) for fid in (7.0, *late)]  # step 8 of 12 begins the last third
-    assert late_spreads(curve)[0] == pytest.approx(stdev(values))
-
-    steps = (6.0, 7.0, 8.0, 9.0)
-    curve = Curve("0", steps, (2.0, 1.0, 1.5, 0.5))
-    squares = np.polyfit(steps, np.log(curve.fids), 1, full=True)[1][0]
-    assert late_spreads(curve)[1] == pytest.approx(math.sqrt(squares / 2))
-
-
-def test_late_spreads_need_three_finite_evaluations():
-    assert late_spreads(Curve("0", (3, 4, 5, 6), (9.0, 3.0, NAN, 1.0))) is None
-    assert late_spreads(Curve("0", (3, 4, 5, 6), (9.0, 3.0, 3.0, 3.0))) == (0, 0)
-
-
-def test_the_spread_between_samples_is_pooled_within_runs_that_repeat():
-    """Runs that differ much, each of which repeats well, have a small spread."""
-    runs = [Curve("0", (1,), (2.0,), repeats=(2.2,)), Curve("1", (1,), (20.0,), repeats=(22.0,))]
-    assert sampling_spread(runs).sd == pytest.approx(stdev([math.log(2.0), math.log(2.2)]))
-    assert sampling_spread(runs).degrees == 2
-    others = [Curve("2", (1,), (2.0,)), Curve("3", (1,), (NAN,), repeats=(2.0,))]
-    assert sampling_spread(others) is None
-    assert sampling_spread([*runs, *others]) == sampling_spread(runs)
-
-
-def test_what_all_runs_owe_to_a_set_of_samples_does_not_count_between_them():
-    logs = np.random.default_rng(0).normal(size=(4, 3))  # runs and sets
-    runs = [
-        Curve(str(k), (1,), (fid,), repeats=more) for k, (fid, *more) in enumerate(np.exp(logs))
-    ]
-    residuals = logs - logs.mean(0) - logs.mean(1, keepdims=True) + logs.mean()
-    assert paired_spread(runs) == (pytest.approx(math.sqrt((residuals**2).sum() / 6)), 6)
-    assert paired_spread([runs[0], Curve("one set", (1,), (2.0,))]) is None
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -132,11 +90,6 @@ def test_what_all_runs_owe_to_a_set_of_samples_does_not_count_between_them():
 def test_what_is_no_curve_is_refused_with_the_seed(options, message):
     with pytest.raises(ValueError, match=f"seed 7: .*{message}"):
         Curve("7", **options)
-
-
-def test_an_arm_has_each_seed_once():
-    with pytest.raises(ValueError, match="twice has a seed twice: 0, 0"):
-        Arm("twice", (Curve("0", (1,), (2.0,)),) * 2)
 
 
 NOISE = random.Random(0)

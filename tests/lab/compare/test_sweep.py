@@ -81,7 +81,7 @@ def test_configs_joined_by_a_plus_are_one_arm_whose_command_resumes_when_run_aga
         ("--seeds 4294967296", "from 0 to 4294967295, got [4294967296]."),
         ("--arms slow.yaml deep/slow.yaml", "two arms are named slow; rename deep/slow.yaml"),
         ("--arms slow.yaml+ema.yaml+./slow.yaml", "has slow.yaml twice"),
-        ("--arms tiny.yaml", "two arms are named tiny"),
+        ("--arms tiny.yaml", "has tiny.yaml twice"),
         ("--arms missing.yaml", "no arm file missing.yaml"),
         ("--trainer.max_steps=-1", "arm baseline: runs are finished after trainer.max_steps"),
         *(

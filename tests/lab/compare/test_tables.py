@@ -21,7 +21,6 @@ from lit_diffusion.lab.compare.tables import (
     other_metrics_table,
     speedup_records,
     speedup_table,
-    steadiness_table,
     to_csv,
 )
 
@@ -59,13 +58,6 @@ def test_the_main_table_has_steps_speedup_tests_and_verdict(comparison):
     assert slow[1:3] == ("0 of 5", "> 2,000")
     assert slow[3].endswith(f" to {format_fid(comparison.results[1].at)}")
     assert "number of tests, 2." in table.caption
-
-
-def test_the_steadiness_table_sets_the_spread_of_samples_beside_that_of_seeds():
-    again = Curve("0", (4, 5, 6), (2.0, 2.0, 2.0), repeats=(2.2, 2.0))
-    table = steadiness_table(compare([Arm("b", (again,)), TWO], "b"))
-    assert table.rows[0] == ("b", "0.0%", "0.0%", "-", "5.5% (2 repeats)")
-    assert table.rows[1] == ("a", "-", "-", "-", "-")
 
 
 def test_the_table_by_seed_corrects_p_within_each_column():
