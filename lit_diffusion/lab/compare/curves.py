@@ -145,11 +145,6 @@ class Arm:
     name: str
     curves: tuple[Curve, ...]
 
-    def __post_init__(self) -> None:
-        seeds = [curve.seed for curve in self.curves]
-        if len(set(seeds)) < len(seeds):
-            raise ValueError(f"{self.name} has a seed twice: {', '.join(sorted(seeds))}.")
-
     @property
     def reached_by_all(self) -> float:
         """The lowest FID that every seed reached; infinite if a seed has no finite FID."""

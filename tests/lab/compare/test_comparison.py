@@ -256,6 +256,13 @@ def test_an_arm_that_ends_worse_than_most_seeds_of_the_baseline_falls_short():
     assert comparison.best is true
 
 
+def test_without_a_winner_the_best_is_one_that_gets_there_if_there_is_one():
+    stuck = Arm("stuck", early(4.0, "stuck").curves[:1])
+    comparison, _ = compare_with_base(stuck, arm("good", 1.5, [0]))
+    assert [r.arm.name for r in comparison.results] == ["stuck", "good"]
+    assert comparison.best.arm.name == "good"
+
+
 def with_images(name, speed, images_a_step):
     images = tuple(float(images_a_step * step) for step in STEPS)
     return Arm(name, tuple(replace(c, images=images) for c in arm(name, speed).curves))

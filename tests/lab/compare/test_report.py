@@ -98,6 +98,7 @@ def test_a_page_is_whole_and_needs_nothing_from_elsewhere(report):
     outline = Outline(page)
     assert outline.open == []
     assert {len(outline.all(tag)) for tag in ("html", "main", "h1", "title")} == {1}
+    assert page.count('<div class="scroll"><table>') == page.count("<table") > 1
     assert "<h2>Runs</h2>" in page
     assert "<h2>None</h2>" not in page
     assert "<li>Mind the &lt;gap&gt;.</li>" in page

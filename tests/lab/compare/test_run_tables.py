@@ -13,6 +13,7 @@ from lit_diffusion.lab.compare.run_folders import collect_runs, read_run, select
 from lit_diffusion.lab.compare.run_tables import (
     arms_of,
     best_widths,
+    fids_by_width,
     notes_on_runs,
     protocol_facts,
     sample_pictures,
@@ -240,3 +241,12 @@ def test_an_arm_that_was_scored_otherwise_takes_no_part_and_is_noted(scored, cha
     table, (note,) = widths_table(selected()[0])
     assert table is None
     assert note.endswith(": fast.")
+
+
+def test_the_last_step_counts_as_most_widths_of_it_were_measured():
+    run = write_run(Path("one"), fids(1.0, 0))
+    write_widths(run, {0.05: 9.0, 0.1: 9.0, 0.2: 9.0}, step=100)
+    write_widths(run, {0.05: 1.0, 0.1: 2.0})
+    write_widths(run, {0.05: 7.0}, sampling={"steps": 5})
+    protocol, scores = fids_by_width(read_run(run))
+    assert (protocol["step"], scores) == (2000, {0.05: 1.0, 0.1: 2.0})
