@@ -1,6 +1,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from support.experiments import arm
 
@@ -12,6 +13,7 @@ from lit_diffusion.lab.compare.curves import (
     Stability,
     loss_stability,
     mean_crossing,
+    paired_spread,
     read_arms,
 )
 from lit_diffusion.lab.compare.tables import curve_records, to_csv
@@ -71,6 +73,16 @@ def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is_and_unknown_where_bou
     assert mean_crossing([Crossing(10), late]) == Crossing(pytest.approx(100), Bound.MORE_THAN)
     assert mean_crossing([Crossing(10), early]).bound is Bound.AT_MOST
     assert str(mean_crossing([early, late])) == "unknown"
+
+
+def test_what_all_runs_owe_to_a_set_of_samples_does_not_count_between_them():
+    logs = np.random.default_rng(0).normal(size=(4, 3))  # runs and sets
+    runs = [
+        Curve(str(k), (1,), (fid,), repeats=more) for k, (fid, *more) in enumerate(np.exp(logs))
+    ]
+    residuals = logs - logs.mean(0) - logs.mean(1, keepdims=True) + logs.mean()
+    assert paired_spread(runs) == (pytest.approx(math.sqrt((residuals**2).sum() / 6)), 6)
+    assert paired_spread([runs[0], Curve("one set", (1,), (2.0,))]) is None
 
 
 @pytest.mark.parametrize(
