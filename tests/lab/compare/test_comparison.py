@@ -108,6 +108,13 @@ def test_a_ratio_that_may_be_any_smaller_stands_last():
     assert results[1].speedup.is_upper_bound
 
 
+def test_a_given_target_that_the_baseline_misses_leaves_a_lower_bound():
+    result = compare_with_base(arm("fast", 2.5), target=1.6)[1]["fast"]
+    assert result.speedup.is_lower_bound
+    assert 1 < result.speedup.low < 2.5
+    assert result.verdict is Verdict.FASTER
+
+
 def test_an_arm_that_misses_the_target_is_measured_at_the_fid_that_all_its_seeds_reached():
     comparison, results = compare_with_base(slow := arm("slow", 0.5))
     result = results["slow"]
@@ -195,6 +202,11 @@ def test_an_arm_ends_worse_only_after_as_many_steps_and_where_the_baseline_got_t
     (result,) = compare([base, Arm("still", tuple(curves))], "baseline", target).results
     assert result.verdict is verdict
     assert (result.end_p is not None) == (verdict is Verdict.WORSE)
+
+
+def test_an_arm_whose_last_fid_is_not_finite_has_no_end_to_compare():
+    curves = [Curve(c.seed, STEPS, (*c.fids[:-1], math.inf)) for c in still().curves]
+    assert compare_with_base(Arm("still", tuple(curves)))[1]["still"].end_p is None
 
 
 @pytest.mark.slow
