@@ -180,7 +180,10 @@ def test_pictures_are_of_one_training_seed_equal_steps_and_the_weights_of_the_fi
     assert pictures()[4].png == expected
     for path in Path("sweep").glob("*/*/samples/*-ema.png"):
         path.unlink()
-    assert {picture.weights for picture in pictures()} == {"raw"}
+    shutil.rmtree("sweep/baseline/seed-0/samples")
+    assert {(p.arm, p.seed, p.weights) for p in pictures()} == {
+        *(("baseline", "1", "raw"), ("clts", "1", "raw"))
+    }
 
 
 def test_pictures_of_other_weights_or_steps_or_of_one_arm_alone_are_not_shown():
