@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .trainer_state import (
-    is_accumulating,
     is_state_init_step,
     refuse_split_weights,
     refuse_strategy,
@@ -85,12 +84,12 @@ class MomentumDecay(pl.Callback):
 
     - beta1 and lr are changed only during the update. Schedulers, LearningRateMonitor, the training
       step and all checkpoints see the configured values.
-    - Logs `mdlrc/beta1` and `mdlrc/lr` of the last update; with several optimizers or groups,
-      `mdlrc/lr_optimizer1_group0` and so on.
-    - Steps are counted like `global_step`, including those that a GradScaler skips, and separately
-      for each optimizer. Checkpoints contain these counts and total_steps.
-    - On resume, an explicit total_steps overrides that of the checkpoint, and a change is printed.
-      None uses that of the checkpoint, with a warning if the Trainer has another.
+    - Calls of `optimizer.step()` are counted, separately for each optimizer. A GradScaler makes
+      none for an update that it skips, unless the optimizer is fused.
+    - Checkpoints contain the counts and total_steps. On resume, None uses the total_steps of the
+      checkpoint. A warning tells where the checkpoint and this run differ.
+    - Logs `mdlrc/beta1` and `mdlrc/lr` of the next update at the start of a batch; with several
+      optimizers or groups, `mdlrc/lr_optimizer1_group0` and so on.
     - AdamW multiplies its weight decay by the lr, so the compensation scales it as well.
 
     Args:
@@ -102,10 +101,9 @@ class MomentumDecay(pl.Callback):
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
-        ValueError: bad arguments; at the start of a fit, an unknown total_steps, a strategy or
-            optimizer whose updates cannot be hooked, two such callbacks on one optimizer,
-            min_beta1 above beta0, an optimizer without momentum or with momentum that a scheduler
-            cycles (OneCycleLR), or compensate_lr with another optimizer than Adam's family.
+        ValueError: at the start of a fit, if total_steps is unknown, min_beta1 is above beta0, two
+            such callbacks would change one optimizer, or an optimizer or strategy does not fit: it
+            needs momentum that no scheduler cycles, and Adam's kind of update to compensate the lr.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023);
     Demon: Chen & Kyrillidis 2019 (arXiv 1910.04952).
@@ -130,14 +128,9 @@ class MomentumDecay(pl.Callback):
         self.min_beta1 = min_beta1
         self.compensate_lr = compensate_lr
         self.optimizers = None if optimizers is None else list(optimizers)
-        self._loaded: dict[str, Any] = {}  # state of a checkpoint, until training starts
-        self._total_steps = 0  # the total_steps in effect; 0 before training starts
-        self._trainer: pl.Trainer | None = None
-        self._steps: list[int] = []  # steps completed by each optimizer; see `_completed_steps`
-        self._next_index = 0  # index of the optimizer that steps next
-        self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, its base options)
-        self._updated_at: dict[int, int] = {}  # optimizer index -> steps before its last update
-        self._last_values: dict[int, list[ParamGroup]] = {}  # index -> what is logged of each group
+        self._total_steps = 0  # of the checkpoint, then the one in effect; 0 for neither
+        self._steps: list[int] = []  # completed by each optimizer of the Trainer
+        self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, what it replaced)
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
@@ -169,156 +162,115 @@ class MomentumDecay(pl.Callback):
         return args, {**kwargs, "closure": run_with_base_options}
 
     def _apply(self, index: int, optimizer: Optimizer) -> None:
-        self._restore()
-        step = self._completed_steps()[index]
-        if step == self._updated_at.get(index):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} steps, and Lightning counts no step; step what "
-                "self.optimizers() returns, not the optimizer inside it."
-            )
+        self._restore()  # after a step that failed, and in one inside another
         for group in optimizer.param_groups:
-            options = self.update_options(step, self._total_steps, group)
+            options = self.update_options(self._steps[index], self._total_steps, group)
             self._base_options.append((group, {name: group[name] for name in options}))
             group.update(options)
 
-    def _after_step(self, index: int, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, index: int, *_: Any) -> None:
         if self._base_options:  # else a state init step, or one that contained this step
-            self._updated_at[index] = self._completed_steps()[index]
-            self._last_values[index] = [_values(group) for group in optimizer.param_groups]
+            self._steps[index] += 1
             self._restore()
 
-    def _restore(self, *_: Any) -> None:
+    def _restore(self) -> None:
         for group, options in self._base_options:
             group.update(options)
         self._base_options = []
 
-    def _completed_steps(self) -> list[int]:
-        """Steps completed by each optimizer; their sum is `global_step`."""
-        assert self._trainer is not None
-        self._steps[self._next_index] += self._trainer.global_step - sum(self._steps)
-        return self._steps
-
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Reset the state of an earlier fit, and refuse unsupported strategies."""
-        self._loaded = {}
+        """Refuse unsupported strategies, and reset the state, but for counts of this Trainer."""
         if stage == "fit":
-            self._total_steps = 0
             refuse_strategy(trainer, type(self).__name__)
+            self._total_steps, self._steps = 0, self._steps if trainer.global_step else []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse unsupported optimizers and schedulers, and conflicts between callbacks."""
-        name, indices = type(self).__name__, self._optimizer_indices(trainer)
-        refuse_split_weights(trainer, pl_module, name)
+        refuse_split_weights(trainer, pl_module, type(self).__name__)
+        indices = self._optimizer_indices(trainer)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             is_another = isinstance(other, MomentumDecay) and other is not self
-            if is_another and (shared := indices & other._optimizer_indices(trainer)):
+            if is_another and not indices.isdisjoint(other._optimizer_indices(trainer)):
                 raise ValueError(
-                    f"{name} and {type(other).__name__} would both change optimizer {min(shared)}; "
-                    "keep one of them, or give each other optimizers."
+                    f"{type(self).__name__} and {type(other).__name__} would change the same "
+                    "optimizer; remove one of them, or pass different indices as `optimizers`."
                 )
         for optimizer in (trainer.optimizers[index] for index in indices):
             refuse_unhooked(optimizer)
             self._refuse_momentum(trainer, optimizer)
 
     def _optimizer_indices(self, trainer: pl.Trainer) -> set[int]:
-        valid = {*range(len(trainer.optimizers))}
-        indices = valid if self.optimizers is None else {*self.optimizers}
-        if not indices or not indices <= valid:
+        count = len(trainer.optimizers)
+        indices = {*range(count)} if self.optimizers is None else {*self.optimizers}
+        if not indices or not indices <= {*range(count)}:
             raise ValueError(
-                f"optimizers must be positions among the {len(valid)} of the module, the first "
-                f"being 0, got {self.optimizers}."
+                f"optimizers must be indices from 0 to {count - 1}, got {self.optimizers}."
             )
         return indices
 
     def _refuse_momentum(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
-        if any(_cycles_momentum(c.scheduler, optimizer) for c in trainer.lr_scheduler_configs):
-            raise ValueError(
-                f"MomentumDecay decays the momentum that the lr schedule of {name} cycles; pass "
-                "cycle_momentum=False to it."
-            )
+        schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+        schedulers += [part for s in schedulers for part in getattr(s, "_schedulers", ())]
+        cycled = [s.optimizer for s in schedulers if getattr(s, "cycle_momentum", False)]
         for group in optimizer.param_groups:
-            if _beta1(group) is None or "ScheduleFree" in name:  # its beta1 is no momentum
-                raise ValueError(
-                    f"MomentumDecay needs an optimizer with momentum, and {name} has none; use "
-                    "Adam or AdamW, or leave MomentumDecay out."
-                )
-            if self.compensate_lr and not {"betas", "eps"} <= group.keys():  # Lion has no eps
-                raise ValueError(
-                    "The compensation keeps lr * (1 - beta1), with which the newest gradient "
-                    f"enters an update of Adam's; the momentum of {name} enters its updates in "
-                    "another way: pass compensate_lr=False or use Adam."
-                )
+            problem = None
+            if optimizer in cycled:
+                problem = "its lr schedule cycles that; pass cycle_momentum=False to the schedule"
+            elif _beta1(group) is None or "ScheduleFree" in type(optimizer).__name__:
+                problem = "it has none; use Adam or AdamW, or leave MomentumDecay out"
+            elif self.compensate_lr and not {"betas", "eps"} <= group.keys():  # Lion has no eps
+                problem = "the compensated lr suits only updates in which the newest gradient has "
+                problem += "the weight 1 - beta1; pass compensate_lr=False or use Adam"
+            if problem is not None:
+                name = type(optimizer).__name__
+                raise ValueError(f"MomentumDecay cannot decay the momentum of {name}: {problem}.")
             self.update_options(0, 1, group)  # raises if min_beta1 > beta0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Determine total_steps and step counts, and hook the restored optimizers."""
-        self._total_steps = self._resolve_total_steps(trainer)
-        self._steps = self._restore_steps(trainer)
-        self._last_values = dict(self._loaded.get("last_values", {}))
-        self._trainer, self._next_index, self._updated_at = trainer, 0, {}
+        name, stored, steps = type(self).__name__, self._total_steps, self.total_steps
+        if steps is None and pl_module.automatic_optimization:
+            steps = total_steps(trainer)
+        self._total_steps = int(self.total_steps or stored or steps or 0)
+        if self._total_steps == 0:
+            raise ValueError(
+                f"{name} cannot tell how many steps an optimizer will make under manual "
+                f"optimization or Trainer(max_steps={trainer.max_steps}, "
+                f"max_epochs={trainer.max_epochs}); pass total_steps=500000 or the like."
+            )
+        if stored not in (0, steps):
+            pl.utilities.rank_zero_warn(
+                f"{name} total_steps: the checkpoint has {stored}, this run {steps}, using "
+                f"{self._total_steps}. Pass total_steps to change it."
+            )
+        count, step = len(trainer.optimizers), trainer.global_step
+        if not self._steps and (count == 1 or step == 0):
+            self._steps = [step] * count
+        if len(self._steps) != count:
+            raise ValueError(
+                f"{name} needs the steps of each of {count} optimizers, and the checkpoint has "
+                f"{self._steps or 'none'}; resume one that was written with {name} and them."
+            )
         for index in self._optimizer_indices(trainer):
             optimizer = trainer.optimizers[index]
             self._hooks += [
                 optimizer.register_step_pre_hook(partial(self._before_step, index)),
                 optimizer.register_step_post_hook(partial(self._after_step, index)),
-                optimizer.register_state_dict_pre_hook(self._restore),  # a step that failed
             ]
 
-    def _resolve_total_steps(self, trainer: pl.Trainer) -> int:
-        name, stored, steps = type(self).__name__, self._loaded.get("total_steps"), self.total_steps
-        if steps is None and trainer.lightning_module.automatic_optimization:
-            steps = total_steps(trainer)
-        length = self.total_steps or stored or steps
-        if length is None:
-            raise ValueError(
-                f"{name} needs the number of steps of each optimizer, which is unknown for "
-                f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}) or under "
-                "manual optimization; pass total_steps=500000 or the like."
-            )
-        text = f"{name} total_steps: the checkpoint has {stored}, this run "
-        text += f"{steps or 'no known number'}, using {length}."
-        if stored not in (None, steps) and self.total_steps:
-            pl.utilities.rank_zero_info(text)
-        elif stored not in (None, steps):
-            pl.utilities.rank_zero_warn(f"{text} Pass total_steps to change the schedule.")
-        return int(length)
-
-    def _restore_steps(self, trainer: pl.Trainer) -> list[int]:
-        count, step = len(trainer.optimizers), trainer.global_step
-        if count == 1 or step == 0:
-            return [step] * count
-        steps = list(self._loaded.get("steps", self._steps))  # or those of an earlier fit
-        if len(steps) != count or sum(steps) != step:
-            raise ValueError(
-                f"{type(self).__name__} needs the steps that each of {count} optimizers has "
-                f"completed, and the checkpoint has {steps or 'only their sum'} ({step}). Resume "
-                f"one that was written with {type(self).__name__} and these optimizers."
-            )
-        return steps
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Store which optimizer steps next."""
-        if self._hooks:
-            self._completed_steps()
-            self._next_index = trainer.optimizers.index(optimizer)
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
-    ) -> None:
-        """Log lr and beta1 of each optimizer's last update."""
-        if is_accumulating(trainer) or not should_log(trainer):
-            return
-        for index, groups in self._last_values.items():
-            for number, values in enumerate(groups):
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Log lr and beta1 of each optimizer's next update."""
+        for index in self._optimizer_indices(trainer) if should_log(trainer) else ():
+            groups = trainer.optimizers[index].param_groups
+            for number, group in enumerate(groups):
                 suffix = f"_optimizer{index}" if len(trainer.optimizers) > 1 else ""
                 suffix += f"_group{number}" if len(groups) > 1 else ""
-                for name, value in values.items():
-                    pl_module.log(f"mdlrc/{name}{suffix}", value)
+                values = group | self.update_options(self._steps[index], self._total_steps, group)
+                trainer.lightning_module.log(f"mdlrc/lr{suffix}", values["lr"])
+                if (beta1 := _beta1(values)) is not None:
+                    trainer.lightning_module.log(f"mdlrc/beta1{suffix}", beta1)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
         """Restore the optimizers and remove the hooks."""
@@ -337,34 +289,21 @@ class MomentumDecay(pl.Callback):
         return f"{type(self).__qualname__}{ {'optimizers': self.optimizers} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """total_steps, steps completed by each optimizer, values to log; empty before a fit."""
+        """total_steps and the steps completed by each optimizer; empty before a first fit."""
         if self._total_steps == 0:
-            return self._loaded  # for a save before training starts
-        values = {
-            index: [{name: float(value) for name, value in group.items()} for group in groups]
-            for index, groups in self._last_values.items()
-        }
-        steps = list(self._completed_steps())
-        return {"total_steps": self._total_steps, "steps": steps, "last_values": values}
+            return {}
+        return {"total_steps": self._total_steps, "steps": list(self._steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Store total_steps and step counts until training starts."""
-        length, steps = state_dict.get("total_steps", 1), state_dict.get("steps", [])
-        numbers = [length, *steps] if isinstance(steps, list) else [None]
-        is_damaged = not length or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers)
-        try:
-            rows = [row for rows in state_dict.get("last_values", {}).values() for row in rows]
-            is_damaged |= any(type(value) is not float for row in rows for value in row.values())
-        except (AttributeError, TypeError):
-            is_damaged = True
-        if is_damaged:
+        """Load total_steps and step counts; also during a fit, as after a search for the lr."""
+        total, steps = state_dict.get("total_steps"), state_dict.get("steps")
+        numbers = [total, *steps] if isinstance(steps, list) else [None]
+        if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or not total:
             raise ValueError(
                 f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
-                f"1 or more, and is {length!r:.50}; steps a list of counts, and is {steps!r:.50}."
+                f"1 or more, and is {total!r:.50}; steps a list of counts, and is {steps!r:.50}."
             )
-        self._loaded = state_dict
-        if self._hooks:  # restored during a fit, for example after the lr finder
-            self._steps, self._updated_at = list(steps), {}
+        self._total_steps, self._steps = total, list(steps)
 
 
 class LRCompensation(MomentumDecay):
@@ -408,16 +347,3 @@ class LRCompensation(MomentumDecay):
 def _beta1(group: Mapping[str, Any]) -> float | None:
     """The momentum of a param group: its first beta, else `momentum`; None without either."""
     return group["betas"][0] if "betas" in group else group.get("momentum")
-
-
-def _values(group: ParamGroup) -> dict[str, Any]:
-    """What is logged of a param group."""
-    beta1 = _beta1(group)
-    return {"lr": group["lr"]} | ({} if beta1 is None else {"beta1": beta1})
-
-
-def _cycles_momentum(scheduler: object, optimizer: Optimizer) -> bool:
-    """Whether a scheduler, or one nested inside it, cycles the momentum of this optimizer."""
-    if getattr(scheduler, "cycle_momentum", False):
-        return getattr(scheduler, "optimizer", None) is optimizer
-    return any(_cycles_momentum(part, optimizer) for part in getattr(scheduler, "_schedulers", ()))

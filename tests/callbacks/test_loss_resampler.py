@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from support.foreign_times import ForeignTimes, train_on_two_ranks
 from support.golden import close, load, tensor
 from support.memory_logger import MemoryLogger
@@ -9,11 +8,7 @@ from support.plain_module import assert_same_bits, loader, make_trainer
 from support.spawn import spawn
 from support.tiny_diffusion import images, tiny_diffusion
 
-from lit_diffusion.callbacks import (
-    FiniteUpdates,
-    LossDensity,
-    LossSecondMomentResampler,
-)
+from lit_diffusion.callbacks import FiniteUpdates, LossDensity, LossSecondMomentResampler
 from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
 from lit_diffusion.callbacks.loss_resampler import (
     LossHistory,
@@ -75,13 +70,6 @@ def test_a_batch_counts_as_its_samples_one_after_the_other(batch):
     assert history.counts.sum() == 12 * batch
 
 
-def test_the_arguments_of_an_update_are_left_as_they_are():
-    before = after_rounds(12)
-    copy = LossHistory(before.losses.clone(), before.counts.clone())
-    update_history(before, torch.tensor([1, 1]), torch.tensor([5.0, 6.0]))
-    assert_same_bits(before, copy)
-
-
 def test_every_bin_keeps_its_share_of_uniform_draws():
     history = LossHistory(torch.tensor([[0.0], [0.0], [5.0]]).double(), torch.ones(3).long())
     close(second_moment_density(history, 0.3), torch.tensor([0.1, 0.1, 0.8]))
@@ -91,9 +79,15 @@ def test_every_bin_keeps_its_share_of_uniform_draws():
 # On a module
 
 
-def stored(history):
-    """The state that a callback with this history saves."""
-    return {"losses": history.losses, "seen": history.counts}
+class Returns(ForeignTimes):
+    """Changes what its training step returns."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def training_step(self, batch, batch_idx):
+        return self.change(super().training_step(batch, batch_idx))
 
 
 def replay(drawn, num_bins, size):
@@ -105,16 +99,23 @@ def replay(drawn, num_bins, size):
     return histories
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_each_batch_is_drawn_by_the_losses_of_all_batches_before(tmp_path, accumulate):
-    module, resampler = ForeignTimes(), LossSecondMomentResampler(3, history=4)
+@pytest.mark.parametrize(
+    ("kind", "accumulate"),
+    [(LossSecondMomentResampler, 1), (LossSecondMomentResampler, 3), (LossDensity, 1)],
+)
+def test_each_batch_is_drawn_by_the_losses_of_all_batches_before(tmp_path, kind, accumulate):
+    module, sampler = ForeignTimes(), kind(3, history=4)
     options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
-    make_trainer(tmp_path, resampler, **options).fit(module, loader())
+    make_trainer(tmp_path, sampler, **options).fit(module, loader())
     histories = replay(module.drawn, 3, 4)
     for (_, density, weight), history in zip(module.visible, histories, strict=False):
-        assert torch.equal(density, second_moment_density(history))
-        assert torch.equal(weight, importance_weight(density))
-    assert_same_bits(resampler.state_dict(), stored(histories[-1]))
+        assert torch.equal(density, sampler.density(history))
+        if kind is LossDensity:
+            assert weight is None
+        else:
+            assert torch.equal(weight, importance_weight(density))
+    state = {"losses": histories[-1].losses, "seen": histories[-1].counts}
+    assert_same_bits(sampler.state_dict(), state)
     visible = [density.tolist() for _, density, _ in module.visible]
     assert visible[0] == [1, 1, 1]
     assert len({tuple(row) for row in visible}) > 5  # it was full in time
@@ -134,33 +135,29 @@ def test_discrete_times_in_single_precision_fill_every_bin(tmp_path):
 
 def test_losses_that_are_not_finite_do_not_spoil_the_density(tmp_path):
     """Where FiniteUpdates lets a run go on after one."""
+    module = Returns(lambda out: diverge(out) if module.global_step == 1 else out)
 
-    class Diverges(ForeignTimes):
-        def training_step(self, batch, batch_idx):
-            out = super().training_step(batch, batch_idx)
-            if self.global_step == 1:
-                out["per_sample_loss"] = out["per_sample_loss"] * torch.nan
-                out["loss"] = out["loss"] * torch.nan
-            return out
+    def diverge(out):
+        losses = {name: out[name] * torch.nan for name in ("loss", "per_sample_loss")}
+        return {**out, **losses}
 
     resampler = LossSecondMomentResampler(3, history=2)
-    make_trainer(tmp_path, resampler, FiniteUpdates(1), max_epochs=3).fit(Diverges(), loader())
+    make_trainer(tmp_path, resampler, FiniteUpdates(1), max_epochs=3).fit(module, loader())
     assert resampler.state_dict()["losses"].isfinite().all()
     assert resampler.state_dict()["seen"].min() >= 2
 
 
 def test_losses_are_remembered_without_the_weight(tmp_path):
     """Else they would shrink where they are drawn often."""
+    module, computed = tiny_diffusion(label_dropout=0.0), []
+    per_sample_loss = module.per_sample_loss
+
+    def recorded(*args):
+        computed.append(per_sample_loss(*args))
+        return computed[-1]
+
+    module.per_sample_loss = recorded
     resampler = LossSecondMomentResampler(2, history=3)
-    module = tiny_diffusion(label_dropout=0.0)
-    computed, original = [], module.per_sample_loss
-
-    def per_sample_loss(*args):
-        losses = original(*args)
-        computed.append(losses.detach())
-        return losses
-
-    module.per_sample_loss = per_sample_loss
     make_trainer(tmp_path, resampler, max_epochs=4).fit(module, images(16, 8))
     stored = set(resampler.state_dict()["losses"].flatten().float().tolist())
     assert stored <= set(torch.cat(computed).tolist())
@@ -193,41 +190,24 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
 
 
 def test_full_bins_and_the_distance_from_uniform_are_logged(tmp_path):
-    module, resampler = ForeignTimes(), LossSecondMomentResampler(3, history=9)
-    logger = MemoryLogger()
+    module, logger = ForeignTimes(), MemoryLogger()
     options = {"logger": logger, "max_epochs": 2, "log_every_n_steps": 2}
-    make_trainer(tmp_path, resampler, **options).fit(module, loader())
-    before = replay(module.drawn, 3, 9)[1::2]
-    full = [(history.counts >= 9).double().mean().item() for history in before[:4]]
-    assert [value for _, value in logger.of("resampler/full")] == pytest.approx(full)
-    distances = [total_variation(second_moment_density(h)).item() for h in before[:4]]
-    logged = [value for _, value in logger.of("resampler/tv")]
-    assert logged == pytest.approx(distances, abs=1e-6)
+    make_trainer(tmp_path, LossSecondMomentResampler(3, history=9), **options).fit(module, loader())
+    before = replay(module.drawn, 3, 9)[1:8:2]
+    full = [(history.counts >= 9).double().mean().item() for history in before]
+    distances = [total_variation(second_moment_density(history)).item() for history in before]
+    for name, values in {"full": full, "tv": distances}.items():
+        logged = [value for _, value in logger.of(f"resampler/{name}")]
+        assert logged == pytest.approx(values, abs=1e-6)
     assert full[0] < 1 == full[-1]
     assert distances[0] == 0 < distances[-1]
-
-
-class Returns(ForeignTimes):
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def training_step(self, batch, batch_idx):
-        return self.change(super().training_step(batch, batch_idx))
-
-
-def without(*names):
-    return lambda out: {name: value for name, value in out.items() if name not in names}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda out: out["loss"],
-            r"'u': \(B,\).* Returns returned tensors of shape \{'loss': \(\)",
-        ),
-        (without("u"), r"shape \{'loss': \(\), 'per_sample_loss': \(8,\)\}; add them"),
+        (lambda out: out["loss"], r"'u': \(B,\).* Returns returned .* shape \{'loss': \(\)"),
+        (lambda out: {"loss": out["loss"]}, r"shape \{'loss': \(\)\}; add them"),
         (lambda out: {**out, "per_sample_loss": out["loss"]}, r"'per_sample_loss': \(\)"),
         (lambda out: {**out, "u": out["u"][:, None]}, r"'u': \(8, 1\)"),
         (lambda out: {**out, "u": 1000 * out["u"]}, r"return u in \[0, 1\], got .*; divide"),
@@ -244,13 +224,10 @@ def test_a_module_that_does_not_tell_its_losses_is_refused_at_the_first_step(
     assert module.timestep_density is module.timestep_weight is None
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"num_bins": 0}, {"history": 0}, {"uniform_prob": 0.0}, {"uniform_prob": 1.5}],
-)
-def test_bad_arguments_are_refused(arguments):
-    with pytest.raises(ValueError, match="got"):
-        LossSecondMomentResampler(**{"num_bins": 4, **arguments})
+def test_bad_arguments_are_refused():
+    for wrong in ({"num_bins": 0}, {"history": 0}, {"uniform_prob": 0.0}, {"uniform_prob": 1.5}):
+        with pytest.raises(ValueError, match="got"):
+            LossSecondMomentResampler(**{"num_bins": 4, **wrong})
 
 
 @pytest.mark.system
@@ -280,20 +257,3 @@ def test_draws_are_in_proportion_to_mean_losses_once_all_are_known():
     assert callback.density(partly).tolist() == [1, 1, 1]
     none = LossHistory(torch.zeros(3, 2).double(), torch.tensor([2, 2, 2]))
     assert callback.density(none).tolist() == [1, 1, 1]
-
-
-def test_times_are_drawn_by_it_and_the_weight_is_left_alone(tmp_path):
-    visible = []
-
-    class Watch(Callback):
-        def on_train_batch_start(self, trainer, pl_module, *args):
-            visible.append((pl_module.timestep_density, pl_module.timestep_weight, callback._state))
-
-    callback = LossDensity(num_bins=4, history=4)
-    make_trainer(tmp_path, callback, Watch(), max_epochs=8).fit(tiny_diffusion(), images(16, 4))
-    assert all(weight is None for _, weight, _ in visible)
-    assert (visible[0][0] == visible[0][0][0]).all()
-    density, _, history = visible[-1]
-    assert (history.counts >= 4).all()
-    means = history.losses.mean(1)
-    torch.testing.assert_close(density.double(), 0.9 * means / means.sum() + 0.1 / 4)

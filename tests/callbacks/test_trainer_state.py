@@ -1,52 +1,22 @@
 import inspect
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, strategies
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    SingleDeviceXLAStrategy,
-    XLAStrategy,
-)
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from support.foreign_times import ForeignTimes
-from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
+from support.plain_module import PlainModule, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lit_diffusion.callbacks import (
-    EMA,
-    CurriculumWeight,
-    FIDEvaluation,
-    ImportanceWeightedCurriculum,
-    LossSecondMomentResampler,
-    LRCompensation,
-    NoiseLevelLoss,
-    SampleGrid,
-    TimestepCurriculum,
-    trainer_state,
-)
-from lit_diffusion.callbacks.trainer_state import (
-    distribute_like,
-    eval_mode,
-    find_dtensor,
-    first_nonfinite,
-    gather_state,
-    is_dtensor,
-    is_nonfinite,
-    is_state_init_step,
-    local_part,
-    refuse_strategy,
-    reshard,
-)
+from lit_diffusion import callbacks
+from lit_diffusion.callbacks import trainer_state
+from lit_diffusion.callbacks.trainer_state import first_nonfinite, is_dtensor, is_nonfinite
 
 FUNCTIONS = ("is_accumulating", "validation_follows", "is_ending")
 
@@ -86,10 +56,8 @@ def test_batches_whose_gradients_wait_that_validation_follows_and_that_are_the_l
 @pytest.mark.parametrize(
     ("options", "scheduling", "total"),
     [
-        ({"max_steps": 7, "max_epochs": None}, {}, 7),
         ({"max_steps": 7, "max_epochs": 1}, {}, 5),
         ({"max_epochs": 2, "accumulate_grad_batches": 3}, {}, 4),
-        ({"max_epochs": 2, "limit_train_batches": 2}, {}, 4),
         ({"max_epochs": 4}, {0: 1, 1: 2, 3: 9}, 5 + 3 + 3 + 1),
         ({"max_epochs": 4, "max_steps": 7}, {0: 1, 1: 2}, 7),
         ({"max_epochs": -1, "max_steps": 7}, {0: 1, 1: 2}, 7),
@@ -107,20 +75,16 @@ def parameters(function):
     return list(inspect.signature(function).parameters)
 
 
-def test_the_private_functions_of_lightning_take_what_they_are_called_with():
+def test_the_private_names_of_lightning_are_of_the_kind_that_is_used():
     trainer = Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")
     loop = trainer.fit_loop.epoch_loop
     assert parameters(loop._should_accumulate) == []
     assert parameters(loop._should_check_val_fx) == ["data_fetcher"]
     assert parameters(trainer._signal_connector.register_signal_handlers) == []
     assert parameters(_parse_num_batches) == ["stage", "length", "limit_batches"]
-
-
-def test_the_private_state_of_lightning_is_of_the_kind_that_is_read():
-    trainer = Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")
     assert PlainModule()._trainer is None
     assert trainer._logger_connector.should_update_logs in (True, False)
-    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0
+    assert loop._batches_that_stepped == 0
     assert trainer.fit_loop._can_stop_early in (True, False)
     assert trainer.fit_loop._data_fetcher is None
     assert trainer._checkpoint_connector._loaded_checkpoint == {}
@@ -131,7 +95,7 @@ def test_each_part_has_its_own_mode_back_after_an_exception_too():
     module = PlainModule().train()
     module.inner[1].eval()
     modes = [part.training for part in module.modules()]
-    with suppress(KeyError), eval_mode(module):
+    with suppress(KeyError), trainer_state.eval_mode(module):
         assert not any(part.training for part in module.modules())
         raise KeyError
     assert [part.training for part in module.modules()] == modes
@@ -139,37 +103,27 @@ def test_each_part_has_its_own_mode_back_after_an_exception_too():
 
 # Strategies
 
-FOLLOWERS = [EMA, LRCompensation]
-SPLIT = "ModelParallelStrategy"
+FOLLOWERS = [callbacks.EMA, callbacks.LRCompensation]
+SUPPORTED = ["SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy"]
+UNSUPPORTED = ["FSDPStrategy", "DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"]
 
 
-class ATrainer:
-    """As much of a Trainer as is looked at: strategies of GPUs can't be started here."""
-
-    def __init__(self, kind):
-        self.strategy = kind.__new__(kind)
-
-
-@pytest.mark.parametrize(
-    "kind", [FSDPStrategy, DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy]
-)
-def test_a_strategy_that_is_not_supported_is_named_with_what_to_use(kind):
-    with pytest.raises(ValueError, match=rf"EMA does not support {kind.__name__}.*'ddp'.*{SPLIT}"):
-        refuse_strategy(ATrainer(kind), "EMA")
-
-
-@pytest.mark.parametrize("kind", [SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy])
-def test_strategies_that_are_supported_pass(kind):
-    refuse_strategy(ATrainer(kind), "EMA")
+@pytest.mark.parametrize("name", SUPPORTED + UNSUPPORTED)
+def test_strategies_that_are_not_supported_are_named_with_what_to_use(name):
+    kind = getattr(strategies, name)
+    trainer = SimpleNamespace(strategy=kind.__new__(kind))  # those of GPUs can't be started here
+    message = f"EMA does not support {name}.*'ddp'.*ModelParallelStrategy"
+    with nullcontext() if name in SUPPORTED else pytest.raises(ValueError, match=message):
+        trainer_state.refuse_strategy(trainer, "EMA")
 
 
 @pytest.mark.parametrize("callback", FOLLOWERS)
 def test_each_callback_that_follows_optimizers_refuses_a_strange_strategy(tmp_path, callback):
-    class Strange(SingleDeviceStrategy):
+    class Strange(strategies.SingleDeviceStrategy):
         restore_checkpoint_after_setup = True
 
     trainer = make_trainer(tmp_path, callback(), strategy=Strange("cpu"))
-    for run in (trainer.fit, trainer.validate)[: 1 + (callback is EMA)]:
+    for run in (trainer.fit, trainer.validate)[: 1 + (callback is callbacks.EMA)]:
         with pytest.raises(ValueError, match=f"{callback.__name__} does not support Strange"):
             run(PlainModule(), loader())
 
@@ -189,7 +143,11 @@ def test_weights_that_are_split_behind_the_strategys_back_are_refused(tmp_path, 
 
 @pytest.mark.parametrize(
     "callback",
-    [SampleGrid(4), FIDEvaluation(64, "digits-cnn", weights="raw"), NoiseLevelLoss(2, 4)],
+    [
+        callbacks.SampleGrid(4),
+        callbacks.FIDEvaluation(64, "digits-cnn", weights="raw"),
+        callbacks.NoiseLevelLoss(2, 4),
+    ],
 )
 def test_samples_are_not_computed_with_split_weights(tmp_path, one_rank, callback):
     """Ranks with unequal numbers of them would wait for each other without end."""
@@ -215,37 +173,27 @@ def split(one_rank):
     return fully_shard(nn.Linear(3, 2), mesh=mesh)
 
 
-def test_the_local_part_is_the_tensors_own_memory(split):
-    local_part(split.weight.detach()).fill_(5)
-    assert (split.weight.full_tensor() == 5).all()
-    whole = torch.ones(2)
-    assert local_part(whole) is whole
-
-
 def test_whole_tensors_are_split_as_their_model_is_and_gathered_again(split):
     whole = torch.randn(2, 3)
-    part = distribute_like(whole, split.weight)
+    part = trainer_state.distribute_like(whole, split.weight)
     assert is_dtensor(part)
     assert part.placements == split.weight.placements
     assert torch.equal(part.full_tensor(), whole)
-    assert distribute_like(whole, whole) is whole
+    trainer_state.local_part(part).fill_(5)  # its own memory
+    assert (part.full_tensor() == 5).all()
+    assert trainer_state.distribute_like(whole, whole) is trainer_state.local_part(whole) is whole
 
 
 def test_a_nested_state_is_gathered_and_the_rest_of_it_kept(split):
     state = {"a": [split.weight, (split.bias, 3)], "b": {"c": torch.ones(1), "d": None}}
-    whole = gather_state(state)
-    assert find_dtensor(state) == "a.0"
-    assert find_dtensor(whole) is None
-    assert torch.equal(whole["a"][0], local_part(split.weight))
+    whole = trainer_state.gather_state(state)
+    assert trainer_state.find_dtensor(state) == "a.0"
+    assert trainer_state.find_dtensor(whole) is None
+    assert torch.equal(whole["a"][0], trainer_state.local_part(split.weight))
     assert not whole["a"][0].requires_grad
     assert whole["a"][1][1] == 3
     assert whole["b"]["c"] is state["b"]["c"]
-
-
-def test_a_state_without_split_tensors_is_gathered_as_it_is():
-    state = {"a": [torch.ones(1)], "b": ({"c": 2},)}
-    assert gather_state(state) == state
-    assert gather_state({}) == {}
+    assert trainer_state.gather_state({"a": [2]}) == {"a": [2]}
 
 
 def test_resharding_drops_the_whole_weights_that_a_forward_pass_left(split):
@@ -253,9 +201,9 @@ def test_resharding_drops_the_whole_weights_that_a_forward_pass_left(split):
     with torch.no_grad():
         split(x)
         assert not is_dtensor(split.weight)
-        reshard(split)
+        trainer_state.reshard(split)
         assert is_dtensor(split.weight)
-        local_part(split.weight).zero_()
+        trainer_state.local_part(split.weight).zero_()
         assert torch.equal(split(x)[0], split.bias)
 
 
@@ -271,10 +219,10 @@ def test_resharding_drops_the_whole_weights_that_a_forward_pass_left(split):
 )
 def test_only_the_step_by_which_torch_initializes_state_is_recognized(lr, arguments, init_step):
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
-    flags = []
-    sgd.register_step_pre_hook(lambda o, _args, kwargs: flags.append(is_state_init_step(o, kwargs)))
+    calls = []
+    sgd.register_step_pre_hook(lambda optimizer, _, kwargs: calls.append((optimizer, kwargs)))
     sgd.step(**arguments)
-    assert flags == [init_step]
+    assert trainer_state.is_state_init_step(*calls[0]) == init_step
 
 
 # Non-finite tensors
@@ -305,10 +253,10 @@ def test_the_first_is_named_past_empty_ones():
 # Noise levels
 
 WRITERS = {
-    "curriculum": (lambda: TimestepCurriculum(6, num_bins=20), (True, False)),
-    "weight": (lambda: CurriculumWeight(6, num_bins=20), (False, True)),
-    "importance": (lambda: ImportanceWeightedCurriculum(6, num_bins=20), (True, True)),
-    "resampler": (lambda: LossSecondMomentResampler(4, history=2), (True, True)),
+    "curriculum": (lambda: callbacks.TimestepCurriculum(6, num_bins=20), (True, False)),
+    "weight": (lambda: callbacks.CurriculumWeight(6, num_bins=20), (False, True)),
+    "importance": (lambda: callbacks.ImportanceWeightedCurriculum(6, num_bins=20), (True, True)),
+    "resampler": (lambda: callbacks.LossSecondMomentResampler(4, history=2), (True, True)),
 }
 
 
@@ -329,33 +277,15 @@ class Outside(Callback):
         self.values.append(both(pl_module))
 
 
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [*((ForeignTimes, name) for name in WRITERS), (tiny_diffusion, "importance")],
-)
-def test_the_attributes_are_set_during_training_batches_and_at_no_other_time(tmp_path, make, name):
-    (make_writer, writes), module, outside, visible = WRITERS[name], make(), Outside(), []
-    step = module.training_step
-
-    def training_step(batch, batch_idx):
-        visible.append(tuple(value is not None for value in both(module)))
-        return step(batch, batch_idx)
-
-    module.training_step = training_step
-    batches = loader() if make is ForeignTimes else images(16, 4)
-    trainer = make_trainer(tmp_path, make_writer(), outside, max_epochs=2)
-    trainer.fit(module, batches, batches)
-    assert visible == [writes] * 8
-    assert len(outside.values) == 12
-    assert all(values == (None, None) for values in [*outside.values, both(module)])
-
-
-def test_a_second_fit_sets_them_again(tmp_path):
-    module, writer = ForeignTimes(), ImportanceWeightedCurriculum(6, num_bins=20)
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_attributes_are_set_during_training_batches_and_at_no_other_time(tmp_path, name):
+    (make_writer, writes), module, outside = WRITERS[name], ForeignTimes(), Outside()
+    writer = make_writer()
     for _ in range(2):
-        make_trainer(tmp_path, writer).fit(module, loader())
-    assert_same_bits(module.visible[:4], module.visible[4:])
-    assert both(module) == (None, None)
+        make_trainer(tmp_path, writer, outside).fit(module, loader(), loader())
+    assert [tuple(v is not None for v in visible[1:]) for visible in module.visible] == [writes] * 8
+    assert len(outside.values) == 14
+    assert all(values == (None, None) for values in [*outside.values, both(module)])
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end", "on_validation_start"])
@@ -363,19 +293,18 @@ def test_an_interrupted_fit_leaves_nothing_on_the_module(tmp_path, where):
     def fails(*_):
         raise ArithmeticError
 
-    module = ForeignTimes()
+    module, (make_writer, _) = ForeignTimes(), WRITERS["importance"]
     setattr(module, where, fails)
-    writer = ImportanceWeightedCurriculum(6)
-    trainer = make_trainer(tmp_path, writer, num_sanity_val_steps=0)
+    trainer = make_trainer(tmp_path, make_writer(), num_sanity_val_steps=0)
     with pytest.raises(ArithmeticError):
         trainer.fit(module, loader(), loader())
     assert both(module) == (None, None)
 
 
 def test_a_skipped_epoch_leaves_nothing_on_the_module(tmp_path):
-    module, writer = ForeignTimes(), ImportanceWeightedCurriculum(6)
+    module, (make_writer, _) = ForeignTimes(), WRITERS["importance"]
     module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
-    make_trainer(tmp_path, writer, max_epochs=2).fit(module, loader())
+    make_trainer(tmp_path, make_writer(), max_epochs=2).fit(module, loader())
     assert len(module.visible) == 4
     assert both(module) == (None, None)
 
@@ -416,20 +345,19 @@ def test_an_attribute_that_the_user_has_set_is_refused_and_left_as_it_is(tmp_pat
     module, density = ForeignTimes(), torch.ones(7)
     module.timestep_density = density
     with pytest.raises(ValueError, match=r"something else has set it to a tensor of shape \(7,\)"):
-        make_trainer(tmp_path, TimestepCurriculum(6)).fit(module, loader())
+        make_trainer(tmp_path, callbacks.TimestepCurriculum(6)).fit(module, loader())
     assert module.timestep_density is density
-    make_trainer(tmp_path, CurriculumWeight(6)).fit(module, loader())
+    make_trainer(tmp_path, callbacks.CurriculumWeight(6)).fit(module, loader())
     assert [visible for _, visible, _ in module.visible] == [density] * 4
     assert both(module) == (density, None)
 
 
-def test_another_hand_on_the_attribute_is_refused_in_the_first_batches(tmp_path):
+def test_another_hand_on_the_attribute_is_refused_in_the_second_batch(tmp_path):
     class Other(Callback):
         def on_train_batch_start(self, trainer, pl_module, *_):
             pl_module.timestep_density = torch.ones(3)
 
-    for callbacks in ([Other(), TimestepCurriculum(6)], [TimestepCurriculum(6), Other()]):
-        module = ForeignTimes()
-        with pytest.raises(ValueError, match="TimestepCurriculum sets timestep_density, and some"):
-            make_trainer(tmp_path, *callbacks).fit(module, loader())
-        assert len(module.visible) < 2
+    module, curriculum = ForeignTimes(), callbacks.TimestepCurriculum(6)
+    with pytest.raises(ValueError, match="TimestepCurriculum sets timestep_density, and some"):
+        make_trainer(tmp_path, curriculum, Other()).fit(module, loader())
+    assert len(module.visible) == 1
