@@ -296,7 +296,8 @@ class MomentumDecay(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load total_steps and step counts; also during a fit, as after a search for the lr."""
-        total, steps = state_dict.get("total_steps"), state_dict.get("steps")
+        total: Any = state_dict.get("total_steps")
+        steps: Any = state_dict.get("steps")
         numbers = [total, *steps] if isinstance(steps, list) else [None]
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or not total:
             raise ValueError(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer, strategies
+from lightning.pytorch import Trainer, strategies
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
@@ -21,19 +21,6 @@ from lit_diffusion.callbacks.trainer_state import first_nonfinite, is_dtensor, i
 FUNCTIONS = ("is_accumulating", "validation_follows", "is_ending")
 
 
-class Asks(Callback):
-    """The numbers of the batches at whose end each function is true."""
-
-    def __init__(self):
-        self.batches, self.true_at = 0, [[] for _ in FUNCTIONS]
-
-    def on_train_batch_end(self, trainer, *args):
-        self.batches += 1
-        for name, numbers in zip(FUNCTIONS, self.true_at, strict=True):
-            if getattr(trainer_state, name)(trainer):
-                numbers.append(self.batches)
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -47,10 +34,17 @@ class Asks(Callback):
 def test_batches_whose_gradients_wait_that_validation_follows_and_that_are_the_last(
     tmp_path, options, expected
 ):
-    asks = Asks()
-    trainer = make_trainer(tmp_path, asks, **{"max_epochs": 2, **options})
-    trainer.fit(PlainModule(), loader(40), loader(16))
-    assert tuple(asks.true_at) == expected
+    module, true_at = PlainModule(), [[] for _ in FUNCTIONS]
+
+    def ask(*_):
+        for name, batches in zip(FUNCTIONS, true_at, strict=True):
+            if getattr(trainer_state, name)(trainer):
+                batches.append(trainer.fit_loop.total_batch_idx + 1)
+
+    module.on_train_batch_end = ask
+    trainer = make_trainer(tmp_path, **{"max_epochs": 2, **options})
+    trainer.fit(module, loader(40), loader(16))
+    assert tuple(true_at) == expected
 
 
 @pytest.mark.parametrize(
@@ -264,28 +258,17 @@ def both(module):
     return module.timestep_density, module.timestep_weight
 
 
-class Outside(Callback):
-    """The attributes of the module between training batches."""
-
-    def __init__(self):
-        self.values = []
-
-    def on_validation_batch_start(self, trainer, pl_module, *_):
-        self.values.append(both(pl_module))
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        self.values.append(both(pl_module))
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_attributes_are_set_during_training_batches_and_at_no_other_time(tmp_path, name):
-    (make_writer, writes), module, outside = WRITERS[name], ForeignTimes(), Outside()
+    (make_writer, writes), module, outside = WRITERS[name], ForeignTimes(), []
     writer = make_writer()
+    module.on_validation_batch_start = lambda *_: outside.append(both(module))
+    module.on_train_epoch_end = lambda: outside.append(both(module))
     for _ in range(2):
-        make_trainer(tmp_path, writer, outside).fit(module, loader(), loader())
+        make_trainer(tmp_path, writer).fit(module, loader(), loader())
     assert [tuple(v is not None for v in visible[1:]) for visible in module.visible] == [writes] * 8
-    assert len(outside.values) == 14
-    assert all(values == (None, None) for values in [*outside.values, both(module)])
+    assert len(outside) == 14
+    assert all(values == (None, None) for values in [*outside, both(module)])
 
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_end", "on_validation_start"])
@@ -353,11 +336,8 @@ def test_an_attribute_that_the_user_has_set_is_refused_and_left_as_it_is(tmp_pat
 
 
 def test_another_hand_on_the_attribute_is_refused_in_the_second_batch(tmp_path):
-    class Other(Callback):
-        def on_train_batch_start(self, trainer, pl_module, *_):
-            pl_module.timestep_density = torch.ones(3)
-
-    module, curriculum = ForeignTimes(), callbacks.TimestepCurriculum(6)
+    module = ForeignTimes()
+    module.on_train_batch_start = lambda *_: setattr(module, "timestep_density", torch.ones(3))
     with pytest.raises(ValueError, match="TimestepCurriculum sets timestep_density, and some"):
-        make_trainer(tmp_path, curriculum, Other()).fit(module, loader())
+        make_trainer(tmp_path, callbacks.TimestepCurriculum(6)).fit(module, loader())
     assert len(module.visible) == 1
