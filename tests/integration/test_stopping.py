@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.commands import SCRIPT, call, checkpoint
 from support.small_digits import small_digits
-from support.tiny_run import HERE, spec, tiny_config, write_config
+from support.tiny_run import HERE, tiny_config, write_config
 
 from lit_diffusion.cli.loggers import read_rows
 
@@ -136,18 +136,34 @@ def test_a_fit_without_checkpoints_dies_of_sigusr1_in_a_slurm_job_that_it_does_n
     assert left_behind(files) == []
 
 
+SLOW = """
+import time
+from pathlib import Path
+from support.tiny_run import TinyModule
+
+
+class Slow(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 25:
+            Path("asleep").touch()
+            time.sleep(120)
+        return super().training_step(batch, batch_idx)
+"""
+
+
 @pytest.mark.system
 @pytest.mark.usefixtures("terminal_signals")
 def test_a_second_ctrl_c_ends_a_slow_step_at_once_and_says_what_is_lost():
-    sleep = spec("support.failing_ranks.FailAt", way="sleep", rank=0, step=25)
-    write_config(tiny_config(max_steps=100, callbacks=[sleep]))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [SCRIPT, "fit", "--config=tiny.yaml", "--trust=support"]
+    Path("slow.py").write_text(SLOW)
+    config = tiny_config(max_steps=100)
+    config["model"]["class_path"] = "slow.Slow"
+    write_config(config, Path("slow.yaml"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", *sys.path])}
+    command = [SCRIPT, "fit", "--config=slow.yaml", "--trust=slow", "--trust=support"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    rows = Path("runs/tiny/metrics.csv")
-    while not rows.exists() or len(read_rows(rows)) < 25:
+    while not Path("asleep").exists():
         assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.1)
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None  # it waits for the step
