@@ -13,7 +13,7 @@ import torch
 import yaml
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
-from support.commands import call, checkpoint, equal, weights
+from support.commands import call, checkpoint, equal
 from support.small_digits import small_digits
 from support.tiny_run import HERE, TinyModule, spec, tiny_config, write_config
 
@@ -171,13 +171,6 @@ def test_a_fragment_is_appended_and_the_command_line_wins_over_both(capsys):
     assert (config["trainer"]["max_steps"], config["tuned_on"]) == (3, "digits-cnn")
     optimizer = config["model"]["init_args"]["optimizer"]["init_args"]
     assert (optimizer["lr"], optimizer["foreach"]) == (0.1, None)
-
-
-@pytest.mark.usefixtures("stopped")
-def test_the_saved_config_gives_the_same_run_again():
-    again = "--trainer.default_root_dir=runs/again"
-    assert call(f"fit --config runs/tiny/config.yaml {TRUST} {again}") == 0
-    assert equal(weights("runs/tiny"), weights("runs/again"))
 
 
 # Resuming
