@@ -10,11 +10,13 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from lit_diffusion.cli.main import main
 from lit_diffusion.cli.run_folder import CLAIM
@@ -43,7 +45,7 @@ REFERENCE = "evaluate --images images --reference real.npz --extractor digits-cn
 FOLDER = "fit --config folder.yaml --trainer.default_root_dir=runs/new"
 COMPARE = "compare runs/arms --out report"
 SWEEP = "sweep small.yaml --seeds 0 --out runs/sweep"
-ODD, REAL = Path("images/3.png"), Path("real.npz")
+ODD, JPEG, REAL = Path("images/3.png"), Path("images/3.jpg"), Path("real.npz")
 ARM, SWEPT = Path("runs/arms/quick/seed-1"), Path("runs/sweep/baseline/seed-0")
 EVIL = pickle.dumps(Call(os.system, TOUCH))
 
@@ -59,49 +61,35 @@ def cases() -> Iterator[Case]:
 # Images
 
 
-def png(width: int, height: int, data: bytes) -> bytes:
-    """A grey PNG file that says it has this size."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(itertools.starmap(chunk, chunks))
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    size, check = len(content), zlib.crc32(kind + content)
-    return struct.pack(">I", size) + kind + content + struct.pack(">I", check)
-
-
-def bomb(side: int) -> bytes:
-    """Black, side by side pixels, packed into little."""
-    packer, row = zlib.compressobj(9), bytes(side + 1)
-    return png(side, side, b"".join([*(packer.compress(row) for _ in range(side)), packer.flush()]))
-
-
-def text_bomb() -> bytes:
-    """A comment of 200 MB in a small file."""
-    good = png(8, 8, zlib.compress(bytes(72)))
-    comment = chunk(b"zTXt", b"comment\0\0" + zlib.compress(bytes(2 * 10**8), 9))
-    return good[:33] + comment + good[33:]
-
-
-def picture(mode: str, size: tuple[int, int] = (8, 8), ending: str = "png") -> None:
+def picture(mode: str, size: tuple[int, int] = (8, 8), path: Path = ODD, **options: Any) -> None:
     ODD.unlink()
-    Image.new(mode, size).save(ODD.with_suffix(f".{ending}"))
+    Image.new(mode, size).save(path, **options)
 
 
-def png_of(width: int, height: int, size: int) -> Callable[[], Any]:
-    return lambda: ODD.write_bytes(png(width, height, zlib.compress(bytes(size))))
+def text_bomb() -> None:
+    """A comment of 200 MB in a small file."""
+    comment = PngInfo()
+    comment.add_text("comment", "a" * 2 * 10**8, zip=True)
+    picture("L", pnginfo=comment)
+
+
+def huge_header() -> None:
+    """A small file whose header has the largest size that there is, and the right checksum."""
+    data = bytearray(ODD.read_bytes())
+    data[16:24] = struct.pack(">II", 2**31 - 1, 2**31 - 1)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    ODD.write_bytes(data)
 
 
 PICTURES: dict[str, Callable[[], Any]] = {
     "empty": lambda: ODD.write_bytes(b""),
     "an EPS": lambda: Image.new("L", (8, 8)).save(ODD, format="EPS"),  # Pillow calls Ghostscript
     "cut at 50%": lambda: cut(ODD, 0.5),
-    "a JPEG, cut": lambda: (picture("L", (64, 64), "jpg"), cut(Path("images/3.jpg"), 0.5)),
-    "1x1": png_of(1, 1, 2),
-    "huge header": png_of(2**31 - 1, 2**31 - 1, 99),
-    "a bomb": lambda: ODD.write_bytes(bomb(20_000)),
-    "a text bomb": lambda: ODD.write_bytes(text_bomb()),
+    "a JPEG, cut": lambda: (picture("L", (64, 64), JPEG), cut(JPEG, 0.5)),
+    "1x1": lambda: picture("L", (1, 1)),
+    "huge header": huge_header,
+    "a bomb": lambda: picture("1", (20_000, 20_000)),
+    "a text bomb": text_bomb,
     "colour among grey": lambda: picture("RGB"),
     "no folder": lambda: shutil.rmtree("images"),
     "a file for the folder": lambda: (shutil.rmtree("images"), Path("images").write_text("x")),
@@ -126,14 +114,13 @@ def write_folder_config() -> None:
 
 
 def pictures() -> Iterator[Case]:
+    def spoil(make: Callable[[], Any]) -> None:
+        write_folder_config()
+        make()
+
     for (name, make), command in zip(PICTURES.items(), itertools.cycle((IMAGES, FOLDER))):
-
-        def spoil(make: Callable[[], Any] = make) -> None:
-            write_folder_config()
-            make()
-
         command = FOLDER if name == "a folder" else command  # evaluate takes the other pictures
-        yield Case(f"picture-{name}", spoil, command, r"3\.png|3\.jpg|images")
+        yield Case(f"picture-{name}", partial(spoil, make), command, r"3\.png|3\.jpg|images")
 
 
 def flipped(rng: random.Random) -> Case:
@@ -216,34 +203,32 @@ CACHED: dict[str, Callable[[Path], Any]] = {
 }
 INCEPTION = Path("hub/hub/checkpoints/weights-inception-2015-12-05-6726825d.pth")
 WEIGHTS: dict[str, Callable[[], Any]] = {
-    "text": lambda: INCEPTION.write_text("x"),
     "a pickle": lambda: INCEPTION.write_bytes(EVIL),
     "a folder": INCEPTION.mkdir,
 }
-NOTES = {"text": "no json", "a list": "[1, 2]", "deep": "[" * 10**5, "binary": "\x00\x01"}
+NOTES = {"a list": "[1, 2]", "deep": "[" * 10**5, "binary": "\x00\x01"}
 
 
 def data() -> Iterator[Case]:
     for spoil in (cifar10, cifar10_archive):
         yield Case(f"data-{spoil.__name__}", spoil, FIT, "CIFAR-10", offline=True)
+
+    def in_cache(make: Callable[[Path], Any]) -> None:
+        assert main(IMAGES.split()) == 0
+        (path,) = Path("cache/lit-diffusion").glob("digits-cnn-*.npz")
+        make(path)
+
+    def in_hub(make: Callable[[], Any]) -> None:
+        INCEPTION.parent.mkdir(parents=True)
+        make()
+
     for name, make in CACHED.items():
-
-        def in_cache(make: Callable[[Path], Any] = make) -> None:
-            assert main(IMAGES.split()) == 0
-            (path,) = Path("cache/lit-diffusion").glob("digits-cnn-*.npz")
-            make(path)
-
-        yield Case(f"cache-{name}", in_cache, IMAGES, r"\.npz")
+        yield Case(f"cache-{name}", partial(in_cache, make), IMAGES, r"\.npz")
     for name, make in WEIGHTS.items():
-
-        def in_hub(make: Callable[[], Any] = make) -> None:
-            INCEPTION.parent.mkdir(parents=True)
-            make()
-
         command = "evaluate --images images --reference images"
-        yield Case(f"weights-{name}", in_hub, command, "inception")
+        yield Case(f"weights-{name}", partial(in_hub, make), command, "inception")
     for name, text in NOTES.items():
-        spoil = lambda text=text: Path("images/samples.json").write_text(text)  # noqa: E731
+        spoil = partial(Path("images/samples.json").write_text, text)
         yield Case(f"samples-{name}", spoil, IMAGES, r"samples\.json")
 
 
