@@ -15,6 +15,9 @@ MAX_BYTES = 10**5
 MAX_ALIASES = 10
 """Maximum number of aliases in a config: a few nested aliases can expand beyond any memory."""
 
+MAX_DEPTH = 100
+"""Maximum depth of a config: the time that PyYAML takes grows with its square."""
+
 
 def read_yaml(path: str | Path) -> Any:
     """Content of a YAML file, with old names replaced (`config.renamed`).
@@ -28,11 +31,17 @@ def read_yaml(path: str | Path) -> Any:
     try:
         with checked_read(path, "YAML") as file:
             text = file.read_text()
-            events = yaml.parse(text, yaml.SafeLoader)
-            if sum(isinstance(event, yaml.AliasEvent) for event in events) > MAX_ALIASES:
-                raise ValueError(
-                    f"a config with more than {MAX_ALIASES} aliases (*name) is refused"
-                )
+            depth = num_aliases = 0
+            for event in yaml.parse(text, yaml.SafeLoader):
+                depth += isinstance(event, yaml.CollectionStartEvent)
+                depth -= isinstance(event, yaml.CollectionEndEvent)
+                num_aliases += isinstance(event, yaml.AliasEvent)
+                if depth > MAX_DEPTH:
+                    raise ValueError(f"it is nested too deep, more than {MAX_DEPTH} levels")
+                if num_aliases > MAX_ALIASES:
+                    raise ValueError(
+                        f"a config with more than {MAX_ALIASES} aliases (*name) is refused"
+                    )
             content = yaml.safe_load(text)
             json.dumps(content, default=str, skipkeys=True)  # raises if a value contains itself
             return rename_config(content)

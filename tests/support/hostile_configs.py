@@ -131,6 +131,7 @@ BROKEN = {
     "UTF-16": "model: 1\n".encode("utf-16"),
     "a lone surrogate": "model: \ud800\n",
     "binary": random.Random(0).randbytes(10**4),
+    "deep lists": "model: " + "[" * 99_000,
     "an endless time": "model: 1" + ":1" * 1_500_000,
     "an endless time in a text": f"seed_everything: '1{':1' * 400_000}'\n",
     "keys of other types": "1: 2\nnull: 3\n[a, b]: 4\n",

@@ -304,7 +304,7 @@ CONFIGS: dict[str, Callable[[str], str | bytes]] = {
     "python": lambda text: f'{text}\nmore: !!python/object/apply:os.system ["{TOUCH}"]\n',
     "os.system": lambda text: text.replace("lit_diffusion.networks.unet.UNet", "os.system"),
     "stranger": lambda text: text.replace("lit_diffusion.data.digits.Digits", "stranger.Net"),
-    "deep": lambda text: "a: " + "[" * 3000,
+    "deep": lambda text: "a: " + "[" * 99_000,
 }
 READ = (  # file, how it may be spoilt, commands that read it, what the message names
     (
