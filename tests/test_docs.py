@@ -199,7 +199,7 @@ def test_commands_run_as_shown(page, monkeypatch, folder):
 
 @pytest.mark.slow
 def test_the_quick_start_gives_digits(monkeypatch, tmp_path):
-    """In a quarter of its steps."""
+    """In a seventh of its steps."""
     names = run(QUICK_START.replace("max_steps=2000", "max_steps=300"), monkeypatch, tmp_path)
     images, labels = map(
         torch.cat, list(zip(*names["Digits"]().in_order("train"), strict=True))[:2]
