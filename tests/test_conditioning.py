@@ -30,10 +30,7 @@ def test_labels_of_the_user_win():
         (torch.tensor([4, 1]), r"labels must be 0..3 or -1, got \[1, 4\]"),
         (torch.tensor([-2, 1]), r"labels must be 0..3 or -1, got \[-2, 1\]"),
         (torch.tensor([1]), r"one per image, \(2,\), got \(1,\) of torch.int64"),
-        (
-            torch.tensor([1.0, 2.0]),
-            r"one per image, \(2,\), got \(2,\) of torch.float32; use int64",
-        ),
+        (torch.tensor([1.0, 2.0]), r"got \(2,\) of torch.float32; use int64"),
         ((torch.ones(2, 3), torch.ones(2)), r"one tensor \(2,\), got tuple"),
     ],
 )
@@ -81,7 +78,6 @@ def test_seeds_take_the_texts_in_turn_and_none_without():
     ("text", "message"),
     [
         ("thikc seven", "'thikc' is not in the vocabulary; the nearest is 'thick'"),
-        ("x", "'x' is not in the vocabulary; the nearest is "),
         ("thin thin thin seven", "a text may have 3 words, got 4 in 'thin thin.*': shorten it, or"),
     ],
 )
@@ -97,7 +93,6 @@ def test_a_text_beyond_the_vocabulary_is_refused(text, message):
     [
         ((), "none"),
         (("a", "B"), r"\['B'\]"),
-        (("a b", "a"), r"\['a b'\]"),
         (("a", "a", ""), r"\['', 'a'\]"),
     ],
 )
@@ -110,7 +105,6 @@ def test_a_vocabulary_that_no_text_could_use_is_refused(vocabulary, got):
     ("condition", "got"),
     [
         (torch.zeros(2, 4).long(), r"torch.int64 \(2, 4\)"),
-        (torch.zeros(1, 3).long(), r"torch.int64 \(1, 3\)"),
         (torch.zeros(2, 3), r"torch.float32 \(2, 3\)"),
         (torch.full((2, 3), 3), r"torch.int64 \(2, 3\) with 3"),
         (torch.full((2, 3), -2), r"torch.int64 \(2, 3\) with -2"),
@@ -184,7 +178,6 @@ def test_seeds_take_the_examples_in_turn_and_none_without(shape):
     ("condition", "got"),
     [
         (torch.zeros(2, 4, 5), r"torch.float32 \(2, 4, 5\)"),
-        (embedded(3, (4, 5)), r"\(torch.float32 \(3, 4, 5\), torch.bool \(3, 4\)\)"),
         (embedded(2, (3, 5)), r"\(torch.float32 \(2, 3, 5\), torch.bool \(2, 3\)\)"),
         (embedded(2, (4, 5))[:1], r"\(torch.float32 \(2, 4, 5\)\)"),
         ((torch.zeros(2, 4, 5), torch.zeros(2, 4)), "torch.float32 .*, torch.float32 "),

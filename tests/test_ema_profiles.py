@@ -95,12 +95,6 @@ def test_factors_and_distance_are_those_of_least_squares_on_a_grid(step, gamma):
     assert distance == pytest.approx(left.item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("width", [0.02, 0.05, 0.1])
-def test_a_width_an_eighth_off_is_a_tenth_away(width):
-    _, distance = coefficients([100], [exponent(width)], 100, exponent(1.125 * width))
-    assert distance == pytest.approx(0.1, abs=0.015)
-
-
 def test_a_tracked_average_is_itself():
     steps, gammas = [100, 200, 300, 300], [7.0, 7.0, 7.0, 17.0]
     factors, distance = coefficients(steps, gammas, 300, 17.0)

@@ -2,17 +2,14 @@ import gc
 
 import pytest
 import torch
-from support.golden import U, Z, close, load, tensor
+from support.golden import close, load, tensor
 from torch._subclasses import FakeTensorMode
 
 from lit_diffusion import gaussian
 from lit_diffusion.gaussian import (
-    FixedLarge,
-    FixedSmall,
     LearnedRange,
     approx_normal_cdf,
     discretized_log_likelihood,
-    expand_as,
     normal_kl,
     posterior,
     step_posterior,
@@ -44,44 +41,10 @@ def test_bins_of_the_discretized_gaussian_hold_all_of_its_mass():
         assert loglik.exp().sum().item() == pytest.approx(1, abs=1e-6)
 
 
-def test_posterior_is_bayes_rule_for_any_two_times():
-    process = DiscreteVP(CosineBetas(1000))
-    times = torch.tensor([900.0, 400.5, 3.25, -1.0], dtype=torch.float64)
-    steps = posterior(process, times)
-    alpha, sigma = process.alpha_sigma(times)
-    for i in range(2):
-        ratio = alpha[i] / alpha[i + 1]
-        noise = sigma[i] ** 2 - ratio**2 * sigma[i + 1] ** 2
-        precision = 1 / sigma[i + 1] ** 2 + ratio**2 / noise
-        close(steps.variance[i], 1 / precision)
-        close(steps.x0_coef[i], alpha[i + 1] / sigma[i + 1] ** 2 / precision)
-        close(steps.xt_coef[i], ratio / noise / precision)
-    assert steps.last.tolist() == [False, False, True]
-    assert steps.variance[-1] == 0
-    assert steps.log_variance.isfinite().all()
-
-
-def test_variances_lie_between_their_bounds():
-    steps = posterior(DiscreteVP(CosineBetas(50)), torch.arange(49.0, -2, -1).double())
-    bounds = steps.log_beta, steps.log_variance, steps.last
-    assert torch.equal(FixedSmall().log_variance(*bounds, None), steps.log_variance)
-    large = FixedLarge().log_variance(*bounds, None)
-    assert torch.equal(large[:-1], steps.log_beta[:-1])
-    assert large[-1] == steps.log_variance[-1]
-    half = LearnedRange().log_variance(*bounds, torch.full((50,), 0.5))
-    close(half, (steps.log_beta + steps.log_variance) / 2)
-
-
 def test_learned_range_without_a_learned_variance_is_refused():
     one = torch.ones(1)
     with pytest.raises(ValueError, match="HybridLoss"):
         LearnedRange().log_variance(one, one, one, None)
-
-
-def test_scales_take_the_shape_and_dtype_of_images():
-    images = Z((2, 3, 4, 4), 1).float()
-    assert expand_as(U((2,), 1), images).shape == (2, 1, 1, 1)
-    assert expand_as(torch.tensor(0.5, dtype=torch.float64), images).dtype == torch.float32
 
 
 class Counted(DiscreteVP):

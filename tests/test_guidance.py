@@ -1,6 +1,5 @@
 import math
 import warnings
-from itertools import pairwise
 
 import pytest
 import torch
@@ -41,10 +40,8 @@ X, T = Z(SHAPE, 1), torch.tensor([40.0, 40.0], dtype=torch.float64)
 
 def test_scale_zero_is_unconditional_and_scale_one_conditional():
     for scale, labels in [(0.0, NONE), (1.0, LABELS)]:
-        for actual, expected in zip(
-            guided(scale, X, T)[:3], labelled(labels)(X, T)[:3], strict=True
-        ):
-            assert torch.equal(actual, expected)
+        expected = labelled(labels)(X, T)
+        assert all(map(torch.equal, guided(scale, X, T)[:3], expected[:3]))
     usual = ClassifierFree().guide(labelled, LABELS, PROCESS, NONE)(X, T)
     assert torch.equal(usual.x0, labelled(LABELS)(X, T).x0)
 
@@ -92,8 +89,7 @@ CLASSIFIERS = {
 
 
 def one_step(tag, clip):
-    """Everything the reference computes in one ancestral step, for each time that the golden file
-    has."""
+    """The parts of an ancestral step at each time that the golden file has."""
     betas, times, steps, variance = CLASSIFIERS[tag]
     process = DiscreteVP(betas)
     grid = times.grid(process, steps)
@@ -109,7 +105,6 @@ def one_step(tag, clip):
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("tag", CLASSIFIERS)
 def test_classifier_guidance_equals_guided_diffusion_step_by_step(tag, clip):
-    checked = 0
     for key, process, denoise_for, step, variance, x, t in one_step(tag, clip):
         shifted = ClassifierShift(gradient).guide(denoise_for, LABELS, process, None)(x, t)
         x0 = shifted.x0.clamp(-1, 1) if clip else shifted.x0
@@ -125,8 +120,6 @@ def test_classifier_guidance_equals_guided_diffusion_step_by_step(tag, clip):
             (step.x0_coef * score.x0 + step.xt_coef * x, "score_mean"),
         ]:
             close(actual, tensor("case06_guidance", f"{key}/{name}_f64"))
-            checked += 1
-    assert checked == 20
 
 
 @pytest.mark.parametrize("clip", [True, False])
@@ -144,35 +137,6 @@ def test_classifier_guided_samples_equal_guided_diffusion(tag, clip):
         close(end, tensor("case06_guidance", f"{tag}/clip{int(clip)}/{name}_f64"))
 
 
-@pytest.mark.parametrize("steps", [1, 20, 50])
-def test_small_variance_guided_by_a_classifier_equals_algorithm_1(steps):
-    process = DiscreteVP(LinearBetas(50), rescale_labels=True)
-    denoise_for = lambda labels: toy_denoiser(process)  # noqa: E731
-
-    def gradient_at_label(x, t, labels):
-        return gradient(x, process.noise_label(t), labels)
-
-    denoise = ClassifierShift(gradient_at_label).guide(denoise_for, LABELS, process, None)
-    end = DDPM(FixedSmall(), steps, clip=False).sample(
-        denoise, process, Z(SHAPE, 100), CountedNoise(200)
-    )
-    x, noise, model = Z(SHAPE, 100), CountedNoise(200), toy_denoiser(process)
-    grid = Sections().grid(process, steps)
-    abar = torch.cat([torch.ones(1), 1 - torch.linspace(0.002, 0.4, 50, dtype=torch.float64)])
-    abar = abar.cumprod(0)  # from t = -1, the clean image
-    for t, s in pairwise(grid.int().tolist()):
-        a, before = abar[t + 1], abar[s + 1]
-        beta = 1 - a / before
-        variance = (1 - before) / (1 - a) * beta
-        eps = model(x, torch.full((2,), t)).noise
-        mean = (x - beta / (1 - a).sqrt() * eps) / (1 - beta).sqrt()
-        label = torch.full((2,), t * 1000 / 50)  # as guided-diffusion's rescale_timesteps
-        x = mean + variance * gradient(x, label, LABELS)
-        if s >= 0:
-            x = x + variance.sqrt() * noise(x)
-    close(end, x)
-
-
 @pytest.mark.parametrize("guidance", [ClassifierShift, ClassifierScore])
 def test_a_gradient_is_told_the_times_of_the_steps(guidance):
     process, times = DiscreteVP(CosineBetas(4000), rescale_labels=True), []
@@ -184,10 +148,8 @@ def test_a_gradient_is_told_the_times_of_the_steps(guidance):
     denoise_for = lambda labels: toy_denoiser(process)  # noqa: E731
     denoise = guidance(recorded).guide(denoise_for, LABELS, process, None)
     DDPM(FixedSmall(), 5).sample(denoise, process, Z(SHAPE, 1), CountedNoise(2))
-    steps = [t[0].item() for t in times]
-    assert steps == [3999, 2999, 2000, 1000, 0], steps
+    assert [t.tolist() for t in times] == [[t, t] for t in (3999, 2999, 2000, 1000, 0)]
     assert {t.dtype for t in times} == {torch.float64}
-    assert {t.shape for t in times} == {(2,)}
 
 
 def level(t):

@@ -5,7 +5,7 @@ import torch
 from support.golden import PIX, Z, close, tensor
 from support.toy import CountedNoise, gaussian_denoiser, toy_denoiser
 
-from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, expand_as, posterior
+from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, expand_as
 from lit_diffusion.grids import Even, Karras, LogSNR, Sections
 from lit_diffusion.likelihood import bits_per_dim, flow_bits_per_dim, score
 from lit_diffusion.processes import (
@@ -95,20 +95,20 @@ def test_the_density_is_that_of_the_least_noisy_time():
     close(bits, expected_bits(X0, ((0.95 * 0.5) ** 2 + 0.05**2) ** 0.5), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(("times", "steps"), [(Even(), 10), (GRID, 1)])
-def test_a_flow_from_pure_noise_or_of_no_step_is_refused(times, steps):
+@pytest.mark.parametrize(
+    ("times", "steps", "probes", "message"),
+    [
+        (Even(), 10, 1, r"two times or more, and a signal .* LogSNR\(noisiest=-12"),
+        (GRID, 1, 1, "two times or more"),
+        (GRID, 10, 0, "probes must be at least 1, or None .* got 0"),
+    ],
+)
+def test_a_flow_from_pure_noise_or_without_steps_or_probes_is_refused(
+    times, steps, probes, message
+):
     process = LinearFlow()
-    with pytest.raises(
-        ValueError, match=r"two times or more, and a signal .* LogSNR\(noisiest=-12"
-    ):
-        flow_bits_per_dim(gaussian_denoiser(process), process, X0, times, steps)
-
-
-@pytest.mark.parametrize("probes", [0, -1])
-def test_a_trace_without_probes_is_refused(probes):
-    process = LinearFlow()
-    with pytest.raises(ValueError, match=f"probes must be at least 1, or None .* got {probes}"):
-        flow_bits_per_dim(gaussian_denoiser(process), process, X0, GRID, 10, probes)
+    with pytest.raises(ValueError, match=message):
+        flow_bits_per_dim(gaussian_denoiser(process), process, X0, times, steps, probes)
 
 
 def correlated(process):
@@ -146,38 +146,3 @@ def test_the_score_points_up_the_density():
     alpha, sigma = process.alpha_sigma(t[0])
     variance = (alpha * 0.5) ** 2 + sigma**2
     close(score(gaussian_denoiser(process), process)(x, t), (alpha * 0.3 - x) / variance)
-
-
-def with_exact_variance(process, std):
-    """The exact denoiser of N(0, std^2), and p(x_s | x_t) with the variance that it really has."""
-    times = torch.arange(process.num_steps - 1, -2, -1, dtype=torch.float64)
-    steps, (alpha, sigma) = posterior(process, times), process.alpha_sigma(times[:-1])
-    spread = (std * sigma) ** 2 / ((std * alpha) ** 2 + sigma**2)  # of x0 given x_t
-    log_variance = (steps.variance + steps.x0_coef**2 * spread).log()
-    fractions = (log_variance - steps.log_variance) / (steps.log_beta - steps.log_variance)
-    denoise = gaussian_denoiser(process, mean=0.0, std=std)
-
-    def with_fraction(x, t):
-        fraction = fractions[process.num_steps - 1 - t.long()]
-        return denoise(x, t)._replace(logvar_frac=expand_as(fraction, x))
-
-    return with_fraction
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("betas", [LinearBetas, CosineBetas])
-def test_the_bound_is_at_most_a_hundredth_above_the_entropy(betas):
-    """Of 8-bit values of N(0, 0.2^2), in a thousand steps."""
-    process, normal = DiscreteVP(betas(1000)), torch.distributions.Normal(0.0, 0.2)
-    levels = torch.arange(256, dtype=torch.float64) / 127.5 - 1
-    edges = (levels[1:] + levels[:-1]) / 2
-    share = torch.cat([torch.zeros(1), normal.cdf(edges), torch.ones(1)]).diff()
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.multinomial(share, 4096, replacement=True, generator=generator)
-    x0 = levels[drawn].view(64, 1, 8, 8)
-    noise = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
-    denoise = with_exact_variance(process, 0.2)
-    bits = bits_per_dim(denoise, process, x0, LearnedRange(), Sections(), 1000, noise).total
-    entropy = -share[drawn].log2().mean()  # of these draws
-    error = bits.std() / 8
-    assert entropy - 4 * error < bits.mean() < 1.01 * entropy

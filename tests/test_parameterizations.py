@@ -120,24 +120,6 @@ def test_input_and_target_of_edm_have_unit_variance_at_every_level(process, sigm
     close(signal**2 + noise**2, one, rtol=1e-12)
 
 
-def test_edm_with_unit_data_on_a_variance_preserving_process_is_velocity():
-    alpha, sigma = scales(300)
-    p = EDMPreconditioning(1.0)
-    close(p.target(X0, NOISE, alpha, sigma), -Velocity().target(X0, NOISE, alpha, sigma))
-    close(p.to_x0(NOISE, X0, alpha, sigma), Velocity().to_x0(-NOISE, X0, alpha, sigma))
-    close(p.network_input(X0, alpha, sigma), X0)
-
-
-def test_damping_depends_on_the_level_and_not_on_the_scale_of_the_process():
-    p = FDM(Epsilon(), 0.001, 152.17)
-    level = torch.logspace(-3, 2.2, 20, dtype=torch.float64)
-    inputs = []
-    for process in (EDMProcess(), ContinuousVP()):
-        alpha, sigma = process.alpha_sigma(process.at_log_snr(-2 * level.log()))
-        inputs.append(p.network_input(alpha * 0.3 + sigma * 0.7, alpha, sigma))
-    close(*inputs)
-
-
 def test_damping_begins_with_one_falls_and_leaves_nothing_far_beyond_its_range():
     p = FDM(Velocity(), 0.01, 80.0)
     level = torch.logspace(-4, 5, 200, dtype=torch.float64)

@@ -13,10 +13,6 @@ def file(tmp_path):
 
 
 @pytest.fixture
-def split():
+def split(one_rank):
     """A module whose weights are split over one rank, which is all of each."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    yield fully_shard(tiny(), mesh=mesh)
-    torch.distributed.destroy_process_group()
+    return fully_shard(tiny(), mesh=torch.distributed.init_device_mesh("cpu", (1,)))

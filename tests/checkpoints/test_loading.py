@@ -62,13 +62,9 @@ def test_the_averages_of_two_callbacks_are_put_together(tmp_path):
     (states,) = (content["callbacks"].pop("EMA{'prefix': ''}"),)
     for i, decay in ((0, 0.5), (1, 0.25)):
         names = [name for name in content["state_dict"] if f"layers.{2 * i}" in name or i == 0]
-        shadows = [{name: states["shadows"][i][name] for name in names}]
-        key = f"EMA{{'prefix': '{i}'}}"
-        content["callbacks"][key] = {
-            "decays": [decay],
-            "steps": dict.fromkeys(names, 7),
-            "shadows": shadows,
-        }
+        shadow = {name: states["shadows"][i][name] for name in names}
+        state = {"decays": [decay], "steps": dict.fromkeys(names, 7), "shadows": [shadow]}
+        content["callbacks"][f"EMA{{'prefix': '{i}'}}"] = state
     content["state_dict"] |= {"network.layers.0.bias": torch.zeros(3)}
     write_checkpoint(content, tmp_path / "x.ckpt")
     loaded = load_module(tmp_path / "x.ckpt", module=tiny())
@@ -78,10 +74,8 @@ def test_the_averages_of_two_callbacks_are_put_together(tmp_path):
 
 def test_weights_saved_from_a_compiled_network_fit_one_that_is_not(tmp_path):
     content = checkpoint_of(tiny())
-    content["state_dict"] = {
-        name.replace("network.", "network._orig_mod."): value
-        for name, value in content["state_dict"].items()
-    }
+    state = content["state_dict"].items()
+    content["state_dict"] = {k.replace("network.", "network._orig_mod."): v for k, v in state}
     write_checkpoint(content, tmp_path / "x.ckpt")
     for weights, value in (("raw", 1), ("ema", 2)):
         module = load(tmp_path / "x.ckpt", weights, module=tiny())
@@ -152,9 +146,7 @@ def test_a_folder_that_a_checkpoint_alone_names_is_not_read(tmp_path, monkeypatc
     ("folder", "options"),
     [
         ("vae", ["--model.codec.folder=vae"]),
-        ("vae", ["--model.codec.folder", "./vae/"]),
-        ("my vae, 'a': b", ["--model.codec.init_args.folder=my vae, 'a': b"]),
-        ("vae", ["--model.codec={folder: vae}"]),
+        ("my vae, 'a': b", ["--model.codec.init_args.folder", "./my vae, 'a': b/"]),
         ("vae", ["--config=model: {codec: {folder: vae}}"]),
         ("vae", ["--config", "own.yaml"]),
     ],
@@ -167,11 +159,7 @@ def test_the_folder_of_a_codec_may_be_named_by_the_command_line(
     Path("own.yaml").write_text(yaml.safe_dump({"model": model}))
     settings = model_settings(read_command_line(["fit", *options]))
     check_codec_folder(model, Path("x.ckpt"), (), settings)
-    others = (
-        f"--data.train={folder}",
-        f"--data.folder={folder}",
-        f"--config=data: {{folder: {folder}}}",
-    )
+    others = f"--data.folder={folder}", f"--config=data: {{folder: {folder}}}"
     settings = model_settings(read_command_line(["fit", *others]))
     with pytest.raises(ValueError, match="names the folder"):
         check_codec_folder(model, Path("x.ckpt"), (), settings)

@@ -73,35 +73,22 @@ def meta(make):
         return make().state_dict()
 
 
-SIXTY_FOUR = {"head_channels": 64}
-ATTENDING = {"attention_downsample": [4, 8, 16]}
 PUBLISHED = {
-    "id cifar10": (UNet, {"num_res_blocks": 3, "attention_downsample": [2, 4]}),
     "id lsun": (
         UNet,
         {"channel_mult": [1, 1, 2, 2, 4, 4], "attention_downsample": [16]}
         | {"num_heads": 1, "scale_shift_norm": False},
     ),
-    "gd imagenet64": (
-        UNet,
-        {"model_channels": 192, "channel_mult": [1, 2, 3, 4], "num_res_blocks": 3}
-        | {"attention_downsample": [2, 4, 8], "num_classes": 1000, "resblock_updown": True}
-        | SIXTY_FOUR
-        | NEW,
-    ),
     "gd imagenet512": (
         UNet,
         {"model_channels": 256, "channel_mult": [0.5, 1, 1, 2, 2, 4, 4], "num_classes": 1000}
         | {"attention_downsample": [16, 32, 64], "resblock_updown": True, "in_channels": 6}
-        | SIXTY_FOUR
-        | OLD,
+        | {"head_channels": 64, **OLD},
     ),
     "gd classifier128": (
         EncoderUNet,
         {"image_size": 128, "out_channels": 1000, "channel_mult": [1, 1, 2, 3, 4]}
-        | ATTENDING
-        | SIXTY_FOUR
-        | OLD,
+        | {"attention_downsample": [4, 8, 16], "head_channels": 64, **OLD},
     ),
 }
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.golden import Z, close
 from support.plain_module import make_trainer
+from support.toy import gaussian_denoiser, mixture_denoiser
 from torch import nn
 
 from lit_diffusion.data.digits import Digits
@@ -18,7 +19,6 @@ from lit_diffusion.processes import (
     EDMProcess,
     LinearFlow,
 )
-from lit_diffusion.protocols import Denoised
 from lit_diffusion.timesteps import Uniform
 
 PROCESS = DiscreteVP(CosineBetas(100))
@@ -39,7 +39,7 @@ class TwoModes(nn.Module):
 
 
 class Recording(nn.Module):
-    """Keeps what it is told; its logits are of the first pixel."""
+    """Remembers its inputs; its logits are the first two pixels."""
 
     def forward(self, x, noise_label):
         self.x, self.noise_label = x, noise_label
@@ -55,18 +55,6 @@ def module(network, shape=(1, 1, 1), classes=2, process=PROCESS):
     )
 
 
-def either(x, t):
-    """The exact denoiser of both modes together."""
-    alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
-    variance = (0.3 * alpha) ** 2 + sigma**2
-    share = torch.sigmoid(2 * x * alpha / variance)
-    x0 = sum(
-        p * (m + 0.09 * alpha / variance * (x - m * alpha))
-        for p, m in ((share, 1), (1 - share, -1))
-    )
-    return Denoised(x0, (x - alpha * x0) / sigma)
-
-
 def test_the_gradient_turns_the_score_of_all_into_that_of_a_class():
     """By Bayes' rule exactly: the denoiser of one mode follows."""
     classifier = module(TwoModes()).double()
@@ -74,10 +62,10 @@ def test_the_gradient_turns_the_score_of_all_into_that_of_a_class():
     labels = torch.tensor([0, 1] * 3)
     guidance = ClassifierScore(classifier.gradient(), clip=False)
     # the network is told float32 levels, so its gradient is that of a slightly other time
-    guided = guidance.guide(lambda labels: either, labels, PROCESS, None)(x, t)
-    alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
-    mean = 2.0 * labels.reshape(-1, 1, 1, 1) - 1
-    expected = mean + 0.09 * alpha / ((0.3 * alpha) ** 2 + sigma**2) * (x - mean * alpha)
+    both = mixture_denoiser(PROCESS, mean=1.0, std=0.3)
+    guided = guidance.guide(lambda labels: both, labels, PROCESS, None)(x, t)
+    left, right = (gaussian_denoiser(PROCESS, mean, 0.3)(x, t).x0 for mean in (-1.0, 1.0))
+    expected = torch.where(labels.view(-1, 1, 1, 1) == 1, right, left)
     close(guided.x0, expected, rtol=1e-5, atol=1e-5)
 
 

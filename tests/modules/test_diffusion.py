@@ -1,4 +1,5 @@
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from support.plain_module import make_trainer
 from support.spawn import spawn
-from support.tiny_diffusion import images, tiny_diffusion
+from support.tiny_diffusion import NUM_CLASSES, images, tiny_diffusion
 from support.toy import EndsInNoise
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,8 +27,8 @@ from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import FDM, Epsilon, Velocity
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearFlow
 from lit_diffusion.protocols import NonFiniteSamples
-from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC
-from lit_diffusion.timesteps import Antithetic, Independent, Stratified, Uniform, bin_of
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
+from lit_diffusion.timesteps import Antithetic, Independent, Stratified, bin_of
 
 SMALL = {"model_channels": 8, "channel_mult": (1,), "num_res_blocks": 1}
 SMALL |= {"attention_downsample": (), "num_heads": 1, "norm_groups": 4}
@@ -35,60 +36,43 @@ SMALL |= {"attention_downsample": (), "num_heads": 1, "norm_groups": 4}
 
 def unet(out_channels=1, dropout=0.0):
     torch.manual_seed(0)
-    network = UNet(1, out_channels, **SMALL, num_classes=4, dropout=dropout)
+    network = UNet(1, out_channels, **SMALL, num_classes=NUM_CLASSES, dropout=dropout)
     for parameter in network.parameters():  # zero-initialised layers would hide everything
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return network
 
 
 def module(network=None, **changes):
-    arguments = {
-        "process": DiscreteVP(CosineBetas(100)),
-        "parameterization": Velocity(),
-        "loss": DenoisingLoss(Simple()),
-        "times": Uniform(),
-        "solver": DDIM(3),
-        "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-        "image_shape": (1, 8, 8),
-        "num_classes": 4,
-        "label_dropout": 0.2,
-    }
-    return DiffusionModule(network or unet(), **{**arguments, **changes})
-
-
-def data(n=24):
-    generator = torch.Generator().manual_seed(5)
-    images = torch.randint(0, 256, (n, 1, 8, 8), generator=generator, dtype=torch.uint8)
-    return TensorDataset(images, torch.arange(n) % 4, torch.arange(n))
-
-
-def trainer(**options):
-    quiet = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(**{**quiet, **options})
+    return tiny_diffusion(**{"network": network or unet(), **changes})
 
 
 def loader(batch_size=6, n=24):
-    return DataLoader(data(n), batch_size)
+    return images(n, batch_size)
+
+
+trainer = partial(
+    Trainer,
+    accelerator="cpu",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
+
+
+class Function(nn.Module):
+    """A function of (images, noise labels, labels) as a network."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
 
 
 # Sampling
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"solver": DDIM(3, eta=1.0)},
-        {"solver": DDPM(FixedSmall(), 4)},
-        {"guidance": ClassifierFree(2.0)},
-    ],
-    ids=str,
+    "changes", [{"solver": DDPM(FixedSmall(), 4)}, {"guidance": ClassifierFree(2.0)}], ids=str
 )
 def test_a_sample_depends_on_its_seed_and_label_alone(changes):
     model = module(**changes)
@@ -101,13 +85,6 @@ def test_a_sample_depends_on_its_seed_and_label_alone(changes):
     assert (together.int() - alone.int()).abs().max() <= 1
     assert (together.int() - chunks.int()).abs().max() <= 1
     assert (together[0] != together[4]).any()
-
-
-def test_seeds_repeat_and_labels_matter():
-    model = module()
-    assert torch.equal(model.generate([3, 3])[:1], model.generate([3, 3])[1:])
-    labels = torch.tensor([1, 2])
-    assert not torch.equal(*model.generate([3, 3], labels).split(1))
 
 
 def test_sampling_leaves_modes_and_the_random_state_alone():
@@ -127,18 +104,23 @@ def test_learned_variances_reach_the_solver():
     assert not torch.equal(hybrid.generate([0]), fixed.generate([0]))
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("solver", [DDIM(5), DDPM(FixedSmall(), 5), DPMSolverPP(5, Sections())])
+@pytest.mark.parametrize(
+    ("solver", "value"),
+    [
+        (DDIM(5), torch.nan),
+        (DDPM(FixedSmall(), 5), torch.inf),
+        (DPMSolverPP(5, Sections()), -torch.inf),
+    ],
+)
 def test_samples_that_are_not_finite_are_named_and_never_images(solver, value):
-    class Poisoned(nn.Module):
-        def forward(self, x, noise_label, labels):
-            bad = (labels == 2) & (noise_label < 60)
-            return torch.where(bad.view(-1, 1, 1, 1), value, x)
+    def poisoned(x, noise_label, labels):
+        bad = (labels == 2) & (noise_label < 60)
+        return torch.where(bad.view(-1, 1, 1, 1), value, x)
 
-    model = module(Poisoned(), solver=solver)
+    model = module(Function(poisoned), solver=solver)
     with pytest.raises(NonFiniteSamples, match=r"2 samples are not finite, from t = 50") as error:
         model.generate(range(8))
-    assert error.value.seeds == [2, 6]
+    assert error.value.seeds == [2, 5]
     assert len(model.generate([0, 1, 3])) == 3
 
 
@@ -150,21 +132,21 @@ def test_an_unconditional_model_takes_no_label_for_an_answer():
     assert torch.equal(trainer().predict(model, seeds)[0], model.generate([0, 1]))
 
 
-def test_predictions_are_samples_of_the_given_seeds():
-    model = module()
-    seeds = DataLoader(TensorDataset(torch.arange(5), torch.arange(5) % 4), batch_size=2)
-    images = torch.cat(trainer().predict(model, seeds))
-    assert (images.int() - module().generate(range(5)).int()).abs().max() <= 1
+def test_predictions_are_samples_of_the_given_seeds_and_labels():
+    model, labels = module(), torch.tensor([1, 2, 0, 1, 2])
+    seeds = DataLoader(TensorDataset(torch.arange(5), labels), batch_size=2)
+    images = torch.cat(trainer().predict(model, seeds)).int()
+    assert (images - model.generate(range(5), labels).int()).abs().max() <= 1
+    assert (images - model.generate(range(5)).int()).abs().max() > 1
 
 
 # Loss
 
 
 def test_the_loss_is_a_function_of_its_arguments():
-    model = module(unet(dropout=0.0))
-    x0 = model.codec.encode(data().tensors[0])
+    model, (pixels, labels, _) = module(), loader().dataset.tensors
+    x0 = model.codec.encode(pixels)
     t, noise = torch.arange(24.0).double() * 4, torch.randn_like(x0)
-    labels = torch.arange(24) % 4
     losses = model.per_sample_loss(x0, labels, t, noise)
     assert losses.shape == (24,)
     assert torch.equal(losses, model.per_sample_loss(x0, labels, t, noise))
@@ -199,23 +181,15 @@ def test_the_value_of_validation_is_summed_in_float64_also_in_bfloat16():
 
 
 def test_a_validation_loss_that_is_not_finite_is_not_left_out():
-    class Broken(nn.Module):
-        def forward(self, x, noise_label, labels):
-            return torch.where((labels == 2).view(-1, 1, 1, 1), torch.nan, x)
-
-    (result,) = trainer().validate(module(Broken()), loader(), verbose=False)
+    broken = Function(lambda x, t, labels: x.where((labels != 2).view(-1, 1, 1, 1), torch.nan))
+    (result,) = trainer().validate(module(broken), loader(), verbose=False)
     assert np.isnan(result["val/loss"])
 
 
 def test_validation_shares_no_noise_with_samples():
     sampled, validated = [], []
-
-    class Recording(nn.Module):
-        def forward(self, x, noise_label, labels):
-            sampled.append(x.clone())
-            return x
-
-    model = module(Recording(), solver=DDIM(1))
+    recording = Function(lambda x, t, labels: sampled.append(x.clone()) or x)
+    model = module(recording, solver=DDIM(1))
     model.generate([0])
     model.per_sample_loss = lambda x0, *rest: validated.append(rest[2]) or torch.zeros(len(x0))
     trainer().validate(model, loader(1, 1), verbose=False)
@@ -224,16 +198,11 @@ def test_validation_shares_no_noise_with_samples():
 
 
 def test_the_network_is_told_whole_times_in_bfloat16():
-    labels_in = []
-
-    class Recording(nn.Module):
-        def forward(self, x, noise_label, labels):
-            labels_in.append(noise_label)
-            return x
-
-    model = module(Recording(), process=DiscreteVP(CosineBetas(1000)), solver=DDIM(2))
+    times = []
+    recording = Function(lambda x, t, labels: times.append(t.item()) or x)
+    model = module(recording, process=DiscreteVP(CosineBetas(1000)), solver=DDIM(2))
     model.bfloat16().generate([0])
-    assert [label.item() for label in labels_in] == [999, 0]
+    assert times == [999, 0]
 
 
 def test_validation_is_without_the_curriculum_and_the_warm_up_of_a_weighting():
@@ -250,8 +219,7 @@ def test_validation_is_without_the_curriculum_and_the_warm_up_of_a_weighting():
 def one_step(model):
     model.trainer = trainer()
     model.log = model.log_dict = lambda *_, **__: None
-    images, labels, index = data().tensors
-    return model.training_step((images, labels, index), 0)
+    return model.training_step(loader().dataset.tensors, 0)
 
 
 def test_training_times_follow_the_density_and_losses_the_weight():
@@ -297,20 +265,13 @@ def conditions_of(model, labels):
 
 def test_the_right_share_of_labels_is_dropped():
     torch.manual_seed(0)
-    labels = torch.arange(4).repeat(5000)
+    labels = torch.arange(4).repeat(5000) % NUM_CLASSES
     dropped = conditions_of(module(), labels)
     assert torch.equal(dropped[dropped >= 0], labels[dropped >= 0])
     assert (dropped < 0).double().mean().item() == pytest.approx(0.2, abs=4 * (0.16 / 20000) ** 0.5)
     assert torch.equal(conditions_of(module(label_dropout=0.0), labels), labels)
     unconditional = module(nn.Identity(), num_classes=None, label_dropout=0.0)
     assert conditions_of(unconditional, labels) is None
-
-
-def test_every_parameter_is_trained():
-    model = module()
-    one_step(model)["loss"].backward()
-    idle = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert idle == []
 
 
 # Training
@@ -436,7 +397,7 @@ def test_schedules_count_optimizer_steps_and_take_their_length_from_the_trainer(
     model = module(lr_scheduler=lambda optimizer: WarmupLinear(optimizer, warmup_steps=2))
     norms = Norms()
     trainer(max_steps=6, accumulate_grad_batches=accumulate, callbacks=[norms]).fit(model, loader())
-    assert norms.rates == pytest.approx([1e-3 * f for f in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)])
+    assert norms.rates == pytest.approx([1e-2 * f for f in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)])
 
 
 def test_schedules_end_with_a_run_whose_accumulation_changes_with_the_epochs():
@@ -487,17 +448,8 @@ def test_the_network_and_its_input_have_the_memory_format_asked_for(channels_las
 # Bad input
 
 
-def test_a_loss_that_is_not_finite_is_left_to_callbacks():
-    model = module()
-    next(model.parameters()).data.fill_(torch.nan)
-    assert np.isnan(losses_of(trainer(max_steps=2), model, loader())).all()
-
-
-PURE_NOISE = {"process": EndsInNoise(), "guidance": ClassifierScore(None)}
-
-
-def test_a_classifier_guides_where_the_solver_begins_with_some_signal():
-    module(**PURE_NOISE, solver=DDIM(5, times=LogSNR(noisiest=-10.0)))
+PURE_NOISE = {"process": EndsInNoise()}
+CLASSIFIER = PURE_NOISE | {"guidance": ClassifierScore(None)}
 
 
 @pytest.mark.parametrize(
@@ -508,49 +460,39 @@ def test_a_classifier_guides_where_the_solver_begins_with_some_signal():
         ({"solver": DDPM(LearnedRange(), 5)}, "needs a learned variance.*use HybridLoss"),
         ({"solver": DDPM(FixedSmall(), 200)}, "100 times can't be split into 200 steps"),
         ({"guidance": ClassifierShift(None)}, "shifts the steps of DDPM.*use ClassifierScore"),
-        (PURE_NOISE | {"solver": DDIM(5)}, "begins without any .*LogSNR.noisiest=-10"),
-        (PURE_NOISE | {"solver": Euler(5)}, "begins without any .*LogSNR.noisiest=-10"),
+        (CLASSIFIER | {"solver": DDIM(5)}, "begins without any .*LogSNR.noisiest=-10"),
+        (PURE_NOISE | {"parameterization": Epsilon()}, "SNR = 0.*use Velocity"),
+        (PURE_NOISE | {"parameterization": FDM(Velocity(), 0.002, 80.0)}, "SNR = 0.*use Velocity"),
+        ({"num_classes": 7}, "num_classes is 7 in the module, but 3 in UNet"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         module(**changes)
+    module(**CLASSIFIER, solver=DDIM(5, times=LogSNR(noisiest=-10.0)))
 
 
-@pytest.mark.parametrize(
-    "solver",
-    [Heun(times=Even()), DPMSolverPP(times=LogSNR()), UniPC(times=Even()), DDIM(times=Sections())],
-    ids=repr,
-)
+@pytest.mark.parametrize("solver", [Heun(times=Even()), DDIM(times=Sections())], ids=repr)
 def test_a_solver_that_does_not_fit_the_process_is_named_with_it(solver):
     with pytest.raises(ValueError, match=f"^{type(solver).__name__} does not fit LinearFlow: "):
         module(process=LinearFlow(), solver=solver)
 
 
 def test_batches_of_another_kind_are_refused():
-    images, labels, _ = data().tensors
-    pairs = DataLoader(TensorDataset(images, labels), 6)
-    with pytest.raises(ValueError, match=r"got \(uint8 \(6, 1, 8, 8\), int64 \(6,\)\)"):
-        trainer(max_steps=1).fit(module(), pairs)
-
-
-def test_a_network_with_other_classes_is_refused():
-    with pytest.raises(ValueError, match="num_classes is 7 in the module, but 4 in UNet"):
-        module(num_classes=7)
+    images, labels, index = loader().dataset.tensors
+    for parts, message in (
+        ((images, labels), r"got \(uint8 \(6, 1, 8, 8\), int64 \(6,\)\)"),
+        ((images, labels + 1, index), r"labels must be 0..2 or -1, got \[1, 2, 3, 1, 2, 3\]"),
+    ):
+        run = trainer(max_steps=1)
+        with pytest.raises(ValueError, match=message):
+            run.fit(module(), DataLoader(TensorDataset(*parts), 6))
+        assert run.global_step == 0
 
 
 def test_data_of_another_kind_are_refused_before_the_first_step():
-    with pytest.raises(ValueError, match="num_classes is 4 in the module, but 10 in Digits"):
+    with pytest.raises(ValueError, match="num_classes is 3 in the module, but 10 in Digits"):
         trainer(max_steps=1).fit(module(), Digits())
-    with pytest.raises(ValueError, match=r"image_shape is \(1, 9, 9\) in the module"):
-        trainer(max_steps=1).fit(module(image_shape=(1, 9, 9)), Digits())
-
-
-def test_dividing_by_alpha_is_refused_where_the_process_ends_in_pure_noise():
-    for divides in (Epsilon(), FDM(Velocity(), 0.002, 80.0)):
-        with pytest.raises(ValueError, match=r"SNR = 0.*use Velocity"):
-            module(process=EndsInNoise(10), parameterization=divides)
-    module(process=EndsInNoise(10))
 
 
 def test_guidance_towards_labels_that_were_never_dropped_is_said():
@@ -584,31 +526,21 @@ def test_what_is_tested_on_is_in_the_names_of_the_metrics(tmp_path, data, split)
     assert metrics.keys() == {f"{split}/loss", f"{split}/fid_16_raw", f"{split}/fid_16_raw_floor"}
 
 
-def test_labels_that_are_no_classes_are_refused():
-    images, labels = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.tensor([0, 1, 2, 4])
-    batches, run = DataLoader(TensorDataset(images, labels, labels), 4), trainer(max_steps=1)
-    with pytest.raises(ValueError, match=r"labels must be 0..3 or -1, got \[0, 1, 2, 4\]"):
-        run.fit(module(), batches)
-    assert run.global_step == 0
-
-
 # Editing
 
 
 def test_an_edited_image_depends_on_its_own_seed_and_image_alone_and_on_little_strength_little():
-    trained, images = module(solver=DPMSolverPP(10)), data(4).tensors[0]
+    trained, images = module(solver=DPMSolverPP(10)), loader(n=4).dataset.tensors[0]
     edited = trained.edit(images, range(4), strength=0.5)
     assert torch.equal(edited[2:3], trained.edit(images[2:3], [2], strength=0.5))
     assert not torch.equal(edited[2:3], trained.edit(images[1:2], [2], strength=0.5))
     # a step from where there is hardly any noise
     little = trained.edit(images, range(4), strength=0.1).float() - images
     assert little.abs().mean() < 0.3 * (edited.float() - images).abs().mean()
-    with pytest.raises(ValueError, match="strength must be above 0 and at most 1, got 2"):
-        trained.edit(images, range(4), strength=2.0)
 
 
 def test_an_inpainted_image_keeps_what_is_masked_to_the_last_bit():
-    trained, images = module(solver=DDIM(4)), data(4).tensors[0]
+    trained, images = module(solver=DDIM(4)), loader(n=4).dataset.tensors[0]
     mask = torch.zeros(1, 1, 8, 8)
     mask[..., :3] = 1
     inpainted = trained.inpaint(images, mask, range(4), resamples=2)
@@ -618,7 +550,7 @@ def test_an_inpainted_image_keeps_what_is_masked_to_the_last_bit():
 
 
 def test_whoever_watches_is_told_of_every_step_however_samples_are_made():
-    trained, images = module(solver=DDIM(4)), data(2).tensors[0]
+    trained, images = module(solver=DDIM(4)), loader(n=2).dataset.tensors[0]
     alone, steps = trained.generate(range(2)), []
     trained.watch = lambda step, t, x_t, x0: steps.append(step)
     assert torch.equal(trained.generate(range(2)), alone)

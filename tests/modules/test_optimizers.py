@@ -89,13 +89,6 @@ def test_a_fused_resume_may_change_the_strides_of_weights(kind):
     torch.testing.assert_close(resumed, expected, rtol=1e-6, atol=1e-7)
 
 
-def test_a_state_of_other_param_groups_is_refused_as_by_torch():
-    (first, _), (_, state) = trained(Adam), trained(Adam)
-    state["param_groups"].append(state["param_groups"][0])
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        trained(Adam, (first, state))
-
-
 def fused_by_default(params):
     """What `with_fused_kernels` makes of Adam on a GPU."""
     optimizer = with_fused_kernels(Adam(params, lr=0.1, betas=(0.8, 0.9)))

@@ -51,37 +51,14 @@ def test_angles_are_rows_and_columns_times_geometric_frequencies():
     assert (sin[9:] == 0).all()
 
 
-def test_attention_depends_only_on_how_far_apart_patches_are():
-    q, k = Z((1, 16), 1), Z((1, 16), 2)
-    cos_sin = rope_cos_sin(4, 16, num_extra=0).reshape(2, 4, 4, 8)
-
-    def score(a, b):
-        return (apply_rope(q, cos_sin[:, *a]) * apply_rope(k, cos_sin[:, *b])).sum()
-
-    assert_close(score((0, 1), (2, 2)), score((1, 2), (3, 3)))
-    assert (score((0, 1), (2, 2)) - score((0, 1), (2, 3))).abs() > 1e-3
-    assert (score((0, 1), (2, 2)) - score((0, 1), (1, 2))).abs() > 1e-3
-
-
-def test_queries_and_keys_are_normalised():
-    """So their size does not matter, that of values does."""
-    network, inputs = small("jit").double(), (*batch(torch.float64), condition("labels"))
-    output = network(*inputs)
-    with torch.no_grad():
-        for block in network.blocks:
-            block.attn.qkv.weight[:64] *= 100
-            block.attn.qkv.bias[:64] *= 100
-    assert_close(network(*inputs), output, rtol=1e-4, atol=1e-4)
-    with torch.no_grad():
-        network.blocks[0].attn.qkv.weight[64:] *= 2
-    assert (network(*inputs) - output).abs().max() > 1e-2
-
-
 def test_attention_is_its_formula():
     attention = small("jit").blocks[0].attn.double()
     x, cos_sin = Z((2, 16, 32), 1), rope_cos_sin(4, 16, num_extra=0)
     q, k, v = (part.reshape(2, 16, 2, 16).transpose(1, 2) for part in attention.qkv(x).chunk(3, 2))
-    q, k = apply_rope(attention.q_norm(q), cos_sin), apply_rope(attention.k_norm(k), cos_sin)
+    q, k = (
+        apply_rope(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight, cos_sin)
+        for x, norm in ((q, attention.q_norm), (k, attention.k_norm))
+    )
     heads = (q @ k.transpose(2, 3) / 4).softmax(-1) @ v
     expected = attention.proj(heads.transpose(1, 2).reshape(2, 16, 32))
     assert_close(attention(x, cos_sin, None), expected, rtol=1e-10, atol=1e-10)
@@ -95,16 +72,8 @@ def test_the_mlp_is_gated_and_has_the_parameters_of_one_that_is_not():
 
 
 def test_images_pass_a_bottleneck():
-    """Patches that differ by what it does not let through are one to the network."""
-    network = small("jit", patch_size=4).double()
-    reduce, _ = network.patch_embed
+    reduce, _ = small("jit", patch_size=4).patch_embed
     assert (reduce.weight.shape, reduce.bias) == ((8, 16), None)
-    _, _, directions = torch.linalg.svd(reduce.weight)
-    hidden, visible = (directions[i].reshape(4, 4).repeat(2, 2) for i in (-1, 0))
-    (x, noise_label), labels = batch(torch.float64), condition("labels")
-    output = network(x, noise_label, labels)
-    assert_close(network(x + 5 * hidden, noise_label, labels), output, rtol=1e-9, atol=1e-9)
-    assert (network(x + 5 * visible, noise_label, labels) - output).abs().max() > 0.1
 
 
 def test_the_class_is_tokens_from_a_block_on_without_the_rotary_positions_of_patches():

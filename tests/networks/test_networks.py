@@ -17,6 +17,7 @@ from support.small_networks import (
     no_condition,
     row,
     small,
+    smallest,
 )
 from torch import nn
 from torch.testing import assert_close
@@ -24,6 +25,7 @@ from torch.testing import assert_close
 from lit_diffusion.networks.conditions import Classes, WordIds
 from lit_diffusion.networks.layers import patchify
 from lit_diffusion.networks.unet import ResBlock
+from lit_diffusion.protocols import by_part
 
 each_network = pytest.mark.parametrize("name", NETWORKS)
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -105,8 +107,6 @@ def test_tokens_that_are_masked_change_no_bit(name):
     for filler in (100.0, torch.nan):
         filled = tokens.where(mask[..., None], filler)
         assert torch.equal(network(*inputs, (filled, mask)), output)
-    longer = F.pad(tokens, (0, 0, 0, 3), value=7.0), F.pad(mask, (0, 3))
-    assert_close(network(*inputs, longer), output, rtol=1e-5, atol=1e-5)
 
 
 @each_network
@@ -118,14 +118,12 @@ def test_tokens_are_a_set(name):
 
 
 @each_network
-def test_words_are_in_an_order_and_absent_ones_change_nothing(name):
+def test_words_are_in_an_order(name):
     network, inputs = small(name, "words").double(), batch(torch.float64)
     words = condition("words")
     output = network(*inputs, words)
     flipped = network(*inputs, words.flip(1))
     assert ((flipped - output)[2:].flatten(1).abs().amax(1) > 1e-4).all()
-    longer = network(*inputs, F.pad(words, (0, 3), value=-7))
-    assert_close(longer, output, rtol=1e-10, atol=1e-10)
 
 
 @transformers
@@ -142,26 +140,20 @@ def test_patches_know_their_positions(name):
 
 @each_network
 @pytest.mark.parametrize("kind", ["labels", "tokens"])  # in all other kinds blocks get the same
-def test_gradient_checkpointing_changes_no_bit(name, kind):
+def test_gradient_checkpointing_computes_every_block_twice_and_changes_no_bit(name, kind):
     changes = {"dropout": 0.3} if name == "unet" else {}
     results = []
     for enabled in (False, True):
-        network = small(name, kind, gradient_checkpointing=enabled, **changes)
+        network, calls = small(name, kind, gradient_checkpointing=enabled, **changes), []
+        blocks = [m for m in network.modules() if hasattr(m, "attn") or isinstance(m, ResBlock)]
+        for block in blocks:
+            block.register_forward_pre_hook(lambda block, args, calls=calls: calls.append(block))
         torch.manual_seed(0)
         results.append(gradients(network, *batch(), condition(kind)))
+        assert [calls.count(block) for block in blocks] == [1 + enabled] * len(blocks)
+    assert len(blocks) >= 4
     for parameter, gradient in results[0].items():
         assert torch.equal(gradient, results[1][parameter]), parameter
-
-
-@each_network
-def test_gradient_checkpointing_computes_every_block_twice(name):
-    network, calls = small(name, gradient_checkpointing=True), []
-    blocks = [m for m in network.modules() if hasattr(m, "attn") or isinstance(m, ResBlock)]
-    for block in blocks:
-        block.register_forward_pre_hook(lambda block, args: calls.append(block))
-    gradients(network, *batch(), condition("labels"))
-    assert sorted(map(id, calls)) == sorted(2 * [id(block) for block in blocks])
-    assert len(blocks) >= 4
 
 
 @each_network
@@ -170,12 +162,8 @@ def test_no_value_is_read_back_from_the_device(name, kind):
     """The meta device has no values: a host synchronisation or a branch on data would raise."""
     with torch.device("meta"):
         network = NETWORKS[name](**arguments(name, kind, gradient_checkpointing=True))
-    rows = condition(kind)
-    if isinstance(rows, tuple):
-        rows = tuple(part.to("meta") for part in rows)
-    elif rows is not None:
-        rows = rows.to("meta")
-    output = network(*(part.to("meta") for part in batch()), rows)
+    inputs = (by_part(lambda part: part.to("meta"), part) for part in (*batch(), condition(kind)))
+    output = network(*inputs)
     assert output.requires_grad
     assert output.shape == (4, 2, 8, 8)
 
@@ -229,28 +217,13 @@ def test_a_bfloat16_network_is_close(name, kind):
 
 @pytest.mark.slow
 @each_network
-@pytest.mark.parametrize("kind", ["labels", "none"])
-def test_torch_compile_captures_the_whole_network_in_one_graph(name, kind):
-    """Other kinds of conditions, more levels and the gradient are in the test below."""
-    changes = {"channel_mult": (1,), "attention_downsample": (1,)} if name == "unet" else {}
-    network, inputs = small(name, kind, **changes), (*batch(), condition(kind))
-    expected = network(*inputs)
-    torch.compiler.reset()  # of other tests' graphs, which count against a limit
-    network.compile(fullgraph=True, backend="eager")
-    assert_close(network(*inputs), expected)
-
-
-@pytest.mark.slow
-@each_network
-@pytest.mark.parametrize(
-    ("kind", "gradient_checkpointing"), [("vectors", False), ("tokens", True), ("words", False)]
-)
-def test_the_gradient_is_captured_as_well(name, kind, gradient_checkpointing):
-    network = small(name, kind, gradient_checkpointing=gradient_checkpointing).double()
+@each_condition
+def test_torch_compile_captures_network_and_gradient_in_one_graph(name, kind):
+    network = smallest(name, kind, gradient_checkpointing=kind == "tokens").double()
     inputs = (*batch(torch.float64), condition(kind, torch.float64))
     expected, names = gradients(network, *inputs), list(network.state_dict())
-    torch.compiler.reset()
-    network.compile(fullgraph=True, backend="aot_eager")
+    torch.compiler.reset()  # of other tests' graphs, which count against a limit
+    network.compile(fullgraph=True, backend="aot_eager" if kind == "tokens" else "eager")
     for parameter, gradient in gradients(network, *inputs).items():
         assert_close(gradient, expected[parameter], rtol=1e-8, atol=1e-8)
     assert list(network.state_dict()) == names
@@ -271,7 +244,6 @@ def test_images_of_another_size_are_refused(name):
     [
         ({"patch_size": 3}, "patch_size must divide image_size, got 3 and 8"),
         ({"patch_size": 0}, "patch_size must divide image_size, got 0 and"),
-        ({"num_heads": 5}, "got width=32 and num_heads=5"),
         ({"num_heads": 0}, "got width=32 and num_heads=0"),
         ({"width": 30, "num_heads": 3}, "got width=30 and num_heads=3"),
         ({"width": 10**9}, "at most 100000"),

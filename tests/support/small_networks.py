@@ -37,6 +37,15 @@ def small(name, kind="labels", **changes):
     return fill_(NETWORKS[name](**arguments(name, kind, **changes)))
 
 
+def smallest(name, kind="labels", **changes):
+    """With as few blocks as have attention, for tests that compile."""
+    if name == "unet":
+        sizes = {"model_channels": 8, "channel_mult": (1,), "attention_downsample": (1,)}
+    else:
+        sizes = {"width": 16, "depth": 2} | ({"in_context_start": 1} if name == "jit" else {})
+    return small(name, kind, **sizes, **changes)
+
+
 def condition(kind, dtype=torch.float32):
     """Of four images, the first of which has none."""
     return {
