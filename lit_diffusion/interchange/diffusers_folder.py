@@ -77,7 +77,10 @@ def write_diffusers(
 
     out = create_folder(folder)
     for file in vae_files:  # first: the VAE's folder may be one that is written below
-        _copy_file(file, out / "vae" / file.name)
+        target = out / "vae" / file.name
+        target.parent.mkdir(exist_ok=True)
+        with check_regular(file).open("rb") as original, atomic_write(target) as copy:
+            shutil.copyfileobj(original, copy)
     if vae_config:
         _write_json(out / "vae" / "config.json", vae_config)
     write_model(out / part, {"_class_name": model, **config}, weights)
@@ -251,12 +254,6 @@ def _scaled_config(vae: Path, codec: Any, target: Path) -> tuple[Json, float]:
             "folder, where a copy gets them."
         )
     return config | changes if is_changed else config, float(changes.get("shift_factor", 0.0))
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    with check_regular(source).open("rb") as original, atomic_write(target) as copy:
-        shutil.copyfileobj(original, copy)
 
 
 def _read_json(path: Path) -> Json:

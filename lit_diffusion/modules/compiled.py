@@ -58,7 +58,7 @@ def run_compiled(
     noise_label = noise_label.contiguous()  # as strides are constants too, and solvers expand t
     if not network.training and len(x) > 1:
         for inputs in (x, noise_label, condition):
-            by_part(_mark_batch_as_dynamic, inputs)
+            by_part(lambda part: torch._dynamo.mark_dynamic(part, 0), inputs)
     output: Tensor = network(x, noise_label, condition)
     # A CUDA graph writes each output into the same memory, but solvers keep outputs of earlier
     # steps, and a loss or a callback may keep them for longer.
@@ -86,8 +86,3 @@ def run_compiled_loss(
 @cache
 def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function, dynamic=False)
-
-
-def _mark_batch_as_dynamic(tensor: Tensor) -> Tensor:
-    torch._dynamo.mark_dynamic(tensor, 0)
-    return tensor

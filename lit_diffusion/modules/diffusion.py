@@ -412,16 +412,15 @@ class DiffusionModule(LightningModule):
         noise = PerSampleNoise(seeds)
         start = noise.draw(self.image_shape, self.device)
         with eval_mode(self.network):
-            denoise = checks.FiniteDenoise(self._guided_denoise(condition))
-            x0 = solver.sample(denoise, process, start, noise.randn_like, self.watch)
-        denoise.raise_if_non_finite(x0, seeds, completed_steps(self))
+            if self.guidance is None:
+                denoise = self.denoise_for(condition)
+            else:
+                null = None if self.conditioning is None else self.conditioning.null(condition)
+                denoise = self.guidance.guide(self.denoise_for, condition, self.process, null)
+            finite = checks.FiniteDenoise(denoise)
+            x0 = solver.sample(finite, process, start, noise.randn_like, self.watch)
+        finite.raise_if_non_finite(x0, seeds, completed_steps(self))
         return self.codec.decode(x0)
-
-    def _guided_denoise(self, condition: Condition) -> Denoise:
-        if self.guidance is None:
-            return self.denoise_for(condition)
-        null = None if self.conditioning is None else self.conditioning.null(condition)
-        return self.guidance.guide(self.denoise_for, condition, self.process, null)
 
     def denoise_for(self, labels: Condition) -> Denoise:
         """The network as a function from (x_t, t) to `Denoised`, for solvers and guidance.
