@@ -256,7 +256,7 @@ def test_the_least_and_the_largest_random_numbers_give_uniforms(monkeypatch, rul
 
 def test_the_largest_uniform_is_drawn_from_a_bin_with_density():
     generator = torch.Generator().manual_seed(5)
-    largest = SimpleNamespace(uniforms=lambda n, *_: torch.full((n,), 1 - 2**-53).double())
+    largest = SimpleNamespace(uniforms=lambda n, *_: torch.ones(n).double() - 2**-53)
     for num_bins in range(10, 1010, 10):
         density = torch.rand(num_bins, dtype=torch.float64, generator=generator)
         density[num_bins // 2 :] = 0
