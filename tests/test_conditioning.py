@@ -24,28 +24,9 @@ def test_labels_of_the_user_win():
     assert condition_for([0, 1], labels, LABELS) is labels
 
 
-@pytest.mark.parametrize(
-    ("labels", "message"),
-    [
-        (torch.tensor([4, 1]), r"labels must be 0..3 or -1, got \[1, 4\]"),
-        (torch.tensor([-2, 1]), r"labels must be 0..3 or -1, got \[-2, 1\]"),
-        (torch.tensor([1]), r"one per image, \(2,\), got \(1,\) of torch.int64"),
-        (torch.tensor([1.0, 2.0]), r"got \(2,\) of torch.float32; use int64"),
-        ((torch.ones(2, 3), torch.ones(2)), r"one tensor \(2,\), got tuple"),
-    ],
-)
-def test_what_is_no_label_is_refused(labels, message):
-    with pytest.raises(ValueError, match=message):
-        condition_for([0, 1], labels, LABELS)
-
-
 def test_a_model_without_labels_takes_none_for_an_answer():
     assert condition_for([0, 1], None, None) is None
     assert condition_for([0, 1], torch.tensor([-1, -1]), None) is None
-    with pytest.raises(ValueError, match=r"labels must be -1, without num_classes, got \[0, 3\]"):
-        condition_for([0, 1], torch.tensor([0, 3]), None)
-    with pytest.raises(ValueError, match="at least one seed"):
-        condition_for([], None, LABELS)
 
 
 # Words
@@ -72,50 +53,6 @@ def test_dropped_words_are_minus_one_and_the_others_stay():
 def test_seeds_take_the_texts_in_turn_and_none_without():
     assert WORDS.for_seeds([3, 0]).tolist() == [[1, -1, -1], [0, 2, -1]]
     assert Words(("a",), 2).for_seeds([3, 0]).tolist() == [[-1, -1], [-1, -1]]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("thikc seven", "'thikc' is not in the vocabulary; the nearest is 'thick'"),
-        ("thin thin thin seven", "a text may have 3 words, got 4 in 'thin thin.*': shorten it, or"),
-    ],
-)
-def test_a_text_beyond_the_vocabulary_is_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        WORDS.encode(text)
-    with pytest.raises(ValueError, match=message):
-        Words(WORDS.vocabulary, 3, ("thin", text))
-
-
-@pytest.mark.parametrize(
-    ("vocabulary", "got"),
-    [
-        ((), "none"),
-        (("a", "B"), r"\['B'\]"),
-        (("a", "a", ""), r"\['', 'a'\]"),
-    ],
-)
-def test_a_vocabulary_that_no_text_could_use_is_refused(vocabulary, got):
-    with pytest.raises(ValueError, match=f"different words in lower case.* got {got}: change the"):
-        Words(vocabulary, 2)
-
-
-@pytest.mark.parametrize(
-    ("condition", "got"),
-    [
-        (torch.zeros(2, 4).long(), r"torch.int64 \(2, 4\)"),
-        (torch.zeros(2, 3), r"torch.float32 \(2, 3\)"),
-        (torch.full((2, 3), 3), r"torch.int64 \(2, 3\) with 3"),
-        (torch.full((2, 3), -2), r"torch.int64 \(2, 3\) with -2"),
-        ((torch.zeros(2, 3).long(),), r"\(torch.int64 \(2, 3\)\)"),
-        ("thin seven", "str"),
-    ],
-)
-def test_what_are_no_words_is_refused(condition, got):
-    rule = rf"ids \(2, 3\) int64 in -1\.\.2, got {got}; `encode` makes them of a text"
-    with pytest.raises(ValueError, match=rule):
-        condition_for([0, 1], condition, WORDS)
 
 
 def test_words_are_accepted():
@@ -174,26 +111,62 @@ def test_seeds_take_the_examples_in_turn_and_none_without(shape):
     Embeddings(shape).check(none, 2)
 
 
+# Refusals
+
+VALUES, THERE = torch.zeros(2, 4, 5), torch.zeros(2, 4).bool()
+EMBEDDINGS = Embeddings((4, 5))
+PAIR = r"embeddings must be a pair \(values \(2, 4, 5\) float, there \(2, 4\) bool\), got .*"
+IDS = r"ids \(2, 3\) int64 in -1\.\.2, got "
+
+
 @pytest.mark.parametrize(
-    ("condition", "got"),
+    ("conditioning", "condition", "message"),
     [
-        (torch.zeros(2, 4, 5), r"torch.float32 \(2, 4, 5\)"),
-        (embedded(2, (3, 5)), r"\(torch.float32 \(2, 3, 5\), torch.bool \(2, 3\)\)"),
-        (embedded(2, (4, 5))[:1], r"\(torch.float32 \(2, 4, 5\)\)"),
-        ((torch.zeros(2, 4, 5), torch.zeros(2, 4)), "torch.float32 .*, torch.float32 "),
-        ((torch.zeros(2, 4, 5).long(), torch.zeros(2, 4).bool()), "torch.int64 .*, torch.bool "),
-        ((torch.zeros(2, 4, 5), torch.zeros(2).bool()), r", torch.bool \(2,\)"),
+        (None, torch.tensor([0, 3]), r"labels must be -1, without num_classes, got \[0, 3\]"),
+        (LABELS, torch.tensor([4, 1]), r"labels must be 0..3 or -1, got \[1, 4\]"),
+        (LABELS, torch.tensor([-2, 1]), r"labels must be 0..3 or -1, got \[-2, 1\]"),
+        (LABELS, torch.tensor([1]), r"one per image, \(2,\), got \(1,\) of torch.int64"),
+        (LABELS, torch.tensor([1.0, 2.0]), r"got \(2,\) of torch.float32; use int64"),
+        (LABELS, (VALUES, THERE), r"one tensor \(2,\), got tuple"),
+        (WORDS, torch.zeros(2, 4).long(), rf"{IDS}torch.int64 \(2, 4\)"),
+        (WORDS, torch.zeros(2, 3), rf"{IDS}torch.float32 \(2, 3\)"),
+        (WORDS, torch.full((2, 3), 3), rf"{IDS}torch.int64 \(2, 3\) with 3"),
+        (WORDS, torch.full((2, 3), -2), rf"{IDS}torch.int64 \(2, 3\) with -2"),
+        (WORDS, (torch.zeros(2, 3).long(),), rf"{IDS}\(torch.int64 \(2, 3\)\)"),
+        (WORDS, "thin seven", f"{IDS}str; `encode` makes them of a text"),
+        (EMBEDDINGS, VALUES, rf"{PAIR}torch.float32 \(2, 4, 5\)"),
+        (EMBEDDINGS, (VALUES[:, :3], THERE[:, :3]), rf"{PAIR}\(2, 3, 5\), torch.bool \(2, 3\)"),
+        (EMBEDDINGS, (VALUES,), rf"{PAIR}\(torch.float32 \(2, 4, 5\)\)"),
+        (EMBEDDINGS, (VALUES, THERE.float()), f"{PAIR}torch.float32 .*, torch.float32 "),
+        (EMBEDDINGS, (VALUES.long(), THERE), f"{PAIR}torch.int64 .*, torch.bool "),
+        (EMBEDDINGS, (VALUES, THERE[:, 0]), rf"{PAIR}, torch.bool \(2,\)"),
     ],
 )
-def test_what_are_no_embeddings_is_refused(condition, got):
-    rule = r"pair \(values \(2, 4, 5\) float, there \(2, 4\) bool\), got "
-    with pytest.raises(ValueError, match=rf"embeddings must be a {rule}.*{got}.*: change them, or"):
-        condition_for([0, 1], condition, Embeddings((4, 5)))
+def test_conditions_of_another_kind_or_shape_are_refused(conditioning, condition, message):
+    with pytest.raises(ValueError, match=message):
+        condition_for([0, 1], condition, conditioning)
 
 
-def test_examples_and_a_null_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"examples must be a pair \(values \(3, 4, 5\) float"):
-        Embeddings((4, 5), examples=embedded(3, (5,)))
-    null = tuple(part[0] for part in embedded(1, (3, 5)))
-    with pytest.raises(ValueError, match=r"null_embedding must be .*torch.bool \(1, 3\)\): change"):
-        Embeddings((4, 5), null_embedding=null)
+LOWER = "different words in lower case.* got "
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: condition_for([], None, LABELS), "at least one seed"),
+        (lambda: WORDS.encode("thikc seven"), "'thikc' is not in the vocabulary; .* is 'thick'"),
+        (lambda: WORDS.encode("thin thin thin thin"), "may have 3 words, got 4 in 'thin thin.*'"),
+        (lambda: Words(WORDS.vocabulary, 3, ("thin", "x")), "'x' is not in the vocabulary"),
+        (lambda: Words((), 2), f"{LOWER}none"),
+        (lambda: Words(("a b", "B"), 2), rf"{LOWER}\['B', 'a b'\]"),
+        (lambda: Words(("a", "a", ""), 2), rf"{LOWER}\['', 'a'\]"),
+        (lambda: Embeddings((4, 5), embedded(3, (5,))), r"examples must be .* \(3, 4, 5\) float"),
+        (
+            lambda: Embeddings((4, 5), null_embedding=(VALUES[0, :3], THERE[0, :3])),
+            r"null_embedding must be .*torch.bool \(1, 3\)\): change",
+        ),
+    ],
+)
+def test_texts_vocabularies_and_examples_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -7,8 +7,8 @@ from support.solving import COSINE, SHAPE, NoiseOfStep, Recorder, k_diffusion_da
 from support.toy import CountedNoise, EndsInNoise, gaussian_denoiser
 
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.grids import Karras, LogSNR, Sections
-from lit_diffusion.processes import ContinuousVP, EDMProcess
+from lit_diffusion.grids import Karras, Sections
+from lit_diffusion.processes import EDMProcess
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import Heun
 
@@ -43,30 +43,6 @@ def test_heun_equals_edm(tag, solver, process):
     close(torch.tensor(denoise.times), tensor("case07_edm", f"{tag}/net_sigma"))
     close(torch.stack(denoise.states[::2]), tensor("case07_edm", f"{tag}/x_hat"))
     close(end, tensor("case07_edm", f"{tag}/final"))
-
-
-@pytest.mark.parametrize(
-    "solver",
-    [Heun(12, LogSNR(), clip=False), Heun(12, LogSNR(), clip=False, churn=3.0, churn_max=10.0)],
-    ids=["heun", "churned"],
-)
-def test_heun_takes_the_same_way_through_any_process_of_the_same_levels(solver):
-    """x_t / alpha obeys one equation, whatever alpha is; the clean image is alike in both."""
-    vp = ContinuousVP(t_min=1e-3)
-    alpha, sigma = vp.alpha_sigma(torch.tensor([vp.t_min, vp.t_max], dtype=torch.float64))
-    edm = EDMProcess(*(sigma / alpha).tolist())
-    denoise = k_diffusion_data("mix")
-
-    def scaled(x, t):
-        alpha, sigma = vp.alpha_sigma(t)
-        return denoise(x / expand_as(alpha, x), sigma / alpha)
-
-    start = Z(SHAPE, 1)
-    ends = [
-        solver.sample(denoise, edm, start / sigma[1], CountedNoise(2)),
-        solver.sample(scaled, vp, start, CountedNoise(2)),
-    ]
-    close(ends[0], ends[1])
 
 
 def test_levels_are_not_raised_beyond_the_noisiest_step():

@@ -8,13 +8,7 @@ import torch
 from support.golden import Z, close, load, tensor
 from support.schedulers import both
 from support.solving import COSINE, LINEAR, SHAPE, Recorder, k_diffusion_data, no_noise
-from support.toy import (
-    CountedNoise,
-    EndsInNoise,
-    gaussian_denoiser,
-    mixture_denoiser,
-    mixture_flow,
-)
+from support.toy import CountedNoise, EndsInNoise, gaussian_denoiser, mixture_denoiser, mixture_flow
 
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.grids import Even, Karras, LogSNR, ShiftedGrid
@@ -189,21 +183,6 @@ def test_solvers_equal_diffusers_schedulers_to_their_float32(name, options, solv
     close(theirs, ours, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "grid", "process"),
-    [
-        (DPM, KARRAS, Karras(), LINEAR),
-        (DPM, {"use_exponential_sigmas": True}, LogSNR(), LINEAR),
-        (DPM, {"use_lu_lambdas": True}, LogSNR(), LINEAR),
-        ("EDMEulerScheduler", {}, Karras(), EDM),
-        (EDM_DPM, {"sigma_schedule": "exponential"}, LogSNR(), EDM),
-    ],
-)
-def test_grids_equal_diffusers(name, options, grid, process):
-    alpha, sigma = process.alpha_sigma(grid.grid(process, 9))
-    close(scheduler_of(name, options, process).sigmas, sigma / alpha, rtol=1e-4)
-
-
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_shifted_times_equal_diffusers(shift):
     scheduler = scheduler_of("FlowMatchEulerDiscreteScheduler", {"shift": shift}, FLOW)
@@ -217,15 +196,11 @@ def test_shifted_times_equal_diffusers(shift):
     [DDPM(FixedSmall(), 9, LogSNR()), DDIM(9, times=Karras()), DPMSolverPP(9, LogSNR())],
     ids=repr,
 )
-def test_a_grid_that_is_not_finite_is_refused_and_another_leads_to_the_image(solver, process):
+def test_a_grid_that_is_not_finite_is_refused_and_others_are_not(solver, process):
     with pytest.raises(ValueError, match=r"not finite on .* no signal .* use Even or Sections"):
         solver.check(process)
     for times in (Even(), LogSNR(noisiest=-10.0)):
-        mended = replace(solver, times=times, clip=False)
-        mended.check(process)
-        end = mended.sample(gaussian_denoiser(process), process, Z(SHAPE, 1), CountedNoise(1))
-        assert (end.mean() - 0.3).abs() < 0.5
-        assert end.isfinite().all()
+        replace(solver, times=times).check(process)
 
 
 @pytest.mark.parametrize("process", [COSINE, EDM], ids=repr)
