@@ -158,7 +158,7 @@ LOWER = "different words in lower case.* got "
         (lambda: WORDS.encode("thin thin thin thin"), "may have 3 words, got 4 in 'thin thin.*'"),
         (lambda: Words(WORDS.vocabulary, 3, ("thin", "x")), "'x' is not in the vocabulary"),
         (lambda: Words((), 2), f"{LOWER}none"),
-        (lambda: Words(("a b", "B"), 2), rf"{LOWER}\['B', 'a b'\]"),
+        (lambda: Words(("a b", "B"), 2), rf"{LOWER}\['a b', 'B'\]"),
         (lambda: Words(("a", "a", ""), 2), rf"{LOWER}\['', 'a'\]"),
         (lambda: Embeddings((4, 5), embedded(3, (5,))), r"examples must be .* \(3, 4, 5\) float"),
         (

@@ -288,19 +288,6 @@ def losses_of(*args):
     return [output["loss"].item() for output in outputs_of(*args)]
 
 
-def test_loggers_get_the_loss_of_each_quartile_of_noise_levels(tmp_path):
-    logger = AppendingCSVLogger(tmp_path)
-    run = trainer(max_steps=4, logger=logger, log_every_n_steps=2)
-    outputs = outputs_of(run, module(), loader(12))
-    rows = read_rows(logger.path)
-    assert [row["step"] for row in rows] == ["1", "3"]
-    for row in rows:
-        out = outputs[int(row["step"])]
-        for i in range(4):
-            losses = out["per_sample_loss"][bin_of(out["u"], 4) == i]
-            assert float(row[f"train/loss_q{i}"]) == pytest.approx(losses.mean().item(), rel=1e-5)
-
-
 class Norms(Callback):
     def __init__(self):
         self.norms, self.rates = [], []
@@ -311,12 +298,17 @@ class Norms(Callback):
         self.rates.append(optimizer.param_groups[0]["lr"])
 
 
-def test_loggers_get_the_lr_and_the_norm_of_the_gradient_before_it_is_clipped(tmp_path):
+def test_loggers_get_losses_by_quartile_of_noise_levels_lr_and_norm_before_clipping(tmp_path):
     logger, norms = AppendingCSVLogger(tmp_path), Norms()
     model = module(lr_scheduler=lambda optimizer: WarmupLinear(optimizer, 2))
     options = {"logger": logger, "log_every_n_steps": 2, "gradient_clip_val": 1e-3}
-    trainer(max_steps=4, callbacks=[norms], **options).fit(model, loader(12))
+    outputs = outputs_of(trainer(max_steps=4, callbacks=[norms], **options), model, loader(12))
     rows = read_rows(logger.path)
+    assert [row["step"] for row in rows] == ["1", "3"]
+    for row, out in zip(rows, outputs[1::2], strict=True):
+        for i in range(4):
+            losses = out["per_sample_loss"][bin_of(out["u"], 4) == i]
+            assert float(row[f"train/loss_q{i}"]) == pytest.approx(losses.mean().item(), rel=1e-5)
     assert [float(row["train/grad_norm"]) for row in rows] == pytest.approx(norms.norms[1::2])
     assert [float(row["train/lr"]) for row in rows] == pytest.approx(norms.rates[1::2])
     assert min(norms.norms) > 1e-3

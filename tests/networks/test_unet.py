@@ -5,6 +5,7 @@ from support.small_networks import batch, condition, gradients, small
 from torch.nn.parallel import DistributedDataParallel
 
 from lit_diffusion.networks.unet import EncoderUNet, UNet
+from lit_diffusion.protocols import by_part
 
 TINY = {"model_channels": 64, "channel_mult": (1, 2), "num_res_blocks": 1}
 GD_A = {**TINY, "resblock_updown": True, "num_classes": 5}
@@ -115,22 +116,17 @@ def test_every_layer_keeps_channels_last(changes, kind, device):
     network = small("unet", kind, **changes).to(device, memory_format=torch.channels_last)
     layouts = {}
 
-    def record(name):
-        def hook(module, inputs, output):
-            if isinstance(output, torch.Tensor) and output.ndim == 4:
-                layouts[name] = output.is_contiguous(memory_format=torch.channels_last)
+    def record(module, inputs, output):
+        if isinstance(output, torch.Tensor) and output.ndim == 4:
+            layouts[module] = output.is_contiguous(memory_format=torch.channels_last)
 
-        return hook
-
-    for name, module in network.named_modules():
-        module.register_forward_hook(record(name))
-    x, noise_label = (t.to(device) for t in batch())
-    row = condition(kind)
-    row = row if row is None else tuple(t.to(device) for t in row)
+    for module in network.modules():
+        module.register_forward_hook(record)
+    x, noise_label, rows = (by_part(lambda t: t.to(device), p) for p in (*batch(), condition(kind)))
     with torch.autocast(device, torch.bfloat16):
-        network(x.to(memory_format=torch.channels_last), noise_label, row)
+        network(x.to(memory_format=torch.channels_last), noise_label, rows)
     assert len(layouts) > 20
-    assert [name for name, is_kept in layouts.items() if not is_kept] == []
+    assert [module for module, is_channels_last in layouts.items() if not is_channels_last] == []
 
 
 @pytest.mark.parametrize("size", [(10, 8), (8, 12)])
