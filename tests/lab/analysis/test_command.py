@@ -115,7 +115,7 @@ def test_nearest_images_are_of_all_sets_that_models_were_trained_on():
         settings["data"]["init_args"]["part"] = part
         Path(name, "config.yaml").write_text(yaml.safe_dump(settings))
     for out, models in {"1": "half-0 half-1", "2": "a a"}.items():
-        assert analyze(f"consistency {models} --num 4", out) == 0
+        assert analyze(f"consistency {models} --num 8", out) == 0
     assert numbers("consistency", "1")["nearest"] == numbers("consistency", "2")["nearest"]
 
 
