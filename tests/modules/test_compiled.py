@@ -145,14 +145,15 @@ def test_a_learned_variance_compiles_once_for_each_size_of_training_batches(monk
 
 
 @pytest.mark.slow
-def test_gradients_under_autocast_are_as_exact_as_eager_ones():
-    network = smallest("unet", "none").to(memory_format=torch.channels_last)
-    x = torch.randn(4, 1, 8, 8).to(memory_format=torch.channels_last)
-    noise_label = torch.rand(4) * 999
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_under_autocast_are_as_exact_as_eager_ones(device):
+    network = smallest("unet", "none").to(device, memory_format=torch.channels_last)
+    x = torch.randn(4, 1, 8, 8).to(memory_format=torch.channels_last).to(device)
+    noise_label = (torch.rand(4) * 999).to(device)
     exact = gradients(copy.deepcopy(network).double(), x.double(), noise_label, None)
 
     def error():
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             actual = gradients(network, x, noise_label, None)
         difference = sum((g - exact[name]).square().sum() for name, g in actual.items())
         return (difference / sum(g.square().sum() for g in exact.values())).sqrt().item()
