@@ -64,6 +64,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self._next_save_step = 0  # step of the next save
         self._last_save = (0.0, -1)  # time in seconds, step
         self._num_saved_batches = -1  # batches processed at the last save
+        self._saved_epoch = -1  # epochs processed at the start of this fit, until its first save
         self._validated_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -71,6 +72,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self._delete_end(trainer)
         self._last_save = (time.monotonic(), trainer.global_step)
         self._num_saved_batches = _num_batches(trainer)
+        self._saved_epoch = trainer.current_epoch
         self._skipped_updates = _count_skipped_updates(trainer)
         self._next_save_step = trainer.global_step + self.first
 
@@ -101,7 +103,9 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
                 f"val/loss is {loss:g} after the last update, of step {trainer.global_step}. Lower "
                 "the lr, or clip gradients (trainer.gradient_clip_val=1)."
             )
-        if _num_batches(trainer) > self._num_saved_batches:
+        # A resume may only end the epoch of its checkpoint, and be stopped by its last validation.
+        ended_epoch = 0 <= self._saved_epoch < trainer.current_epoch
+        if _num_batches(trainer) > self._num_saved_batches or ended_epoch:
             self._save(trainer)
         if trainer.is_global_zero:
             self._previous_path.unlink(missing_ok=True)
@@ -173,7 +177,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         # All ranks must save at the same step, but their clocks differ.
         self._next_save_step = trainer.global_step + int(trainer.strategy.broadcast(wait))
         self._last_save = (time.monotonic(), trainer.global_step)
-        self._num_saved_batches = _num_batches(trainer)
+        self._num_saved_batches, self._saved_epoch = _num_batches(trainer), -1
 
 
 def _num_batches(trainer: Trainer) -> int:

@@ -42,6 +42,28 @@ def test_what_a_run_that_died_at_its_end_had_yet_to_do_is_done_at_the_resume(tmp
     assert saved(tmp_path)["global_step"] == 4
 
 
+def test_a_resume_that_only_ends_the_epoch_of_its_checkpoint_saves_that(tmp_path):
+    """Early stopping may end it at once, where a signal had it save after the last validation."""
+    calls, stops, signal = [], pl.Callback(), pl.Callback()
+
+    def stop(trainer, *args):
+        calls.append(trainer.global_step)
+        trainer.should_stop = trainer.global_step == 2
+        if calls == [1, 2, 1, 2]:
+            raise Death
+
+    stops.on_train_epoch_end = stop
+    signal.on_validation_end = lambda trainer, *args: trainer.save_checkpoint(file)
+    file, options = tmp_path / "last.ckpt", {"limit_train_batches": 1, "max_steps": 9}
+    fit(Saves(tmp_path / "whole", first=100), tmp_path, callbacks=[stops], **options)
+    with pytest.raises(Death):
+        fit(Saves(tmp_path, first=100), tmp_path, callbacks=[stops, signal], **options)
+    fit(Saves(tmp_path, first=100), tmp_path, file, callbacks=[stops], **options)
+    assert calls == [1, 2, 1, 2, 2]
+    for key in ("epoch", "global_step", "loops"):
+        assert saved(tmp_path)[key] == saved(tmp_path / "whole")[key]
+
+
 def test_what_a_kill_at_the_end_has_left_is_gone_before_the_first_batch(tmp_path):
     """It must never take the place of a later checkpoint."""
     names, lists = [], pl.Callback()
