@@ -181,11 +181,16 @@ def test_a_step_that_the_grad_scaler_skips_counts_only_if_the_optimizer_is_calle
             loss = super().training_step(batch, batch_idx)
             return loss * torch.inf if self.global_step in (0, 2) else loss
 
-    module, decay = Overflows(partial(ADAM, fused=fused)), MomentumDecay()
-    scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
-    fit(tmp_path, module, decay, plugins=[scaler])
+    def scaler():
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+
+    module, resumed = Overflows(partial(ADAM, fused=fused)), MomentumDecay(STEPS)
+    trainer = fit(tmp_path, module, MomentumDecay(), plugins=[scaler()])
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    options = {"ckpt_path": tmp_path / "c.ckpt", "max_epochs": STEPS + 1, "plugins": [scaler()]}
+    fit(tmp_path, Recorded(partial(ADAM, fused=fused)), resumed, **options)
     assert len(module.used) == (8 if fused else 6)
-    assert decay.state_dict()["steps"] == [len(module.used)]
+    assert resumed.state_dict()["steps"] == [len(module.used) + 1]
     for update, values in zip(updates(module), expected(range(len(module.used))), strict=True):
         assert update == pytest.approx(values, rel=1e-15)
     assert {options[0] for _, options in module.visible} == {(1e-2, 0.8)}
@@ -308,10 +313,10 @@ class Uncalled(Adam):
     ],
 )
 def test_optimizers_that_do_not_fit_are_refused(tmp_path, optimizer, arguments, message):
-    module = Recorded(optimizer)
+    decay = MomentumDecay(**arguments)
     with pytest.raises(ValueError, match=message):
-        fit(tmp_path, module, MomentumDecay(**arguments))
-    assert module.visible == []
+        fit(tmp_path, Recorded(optimizer), decay)
+    assert decay.state_dict() == {}  # before data are loaded
 
 
 def in_sequence(optimizer):
@@ -399,11 +404,11 @@ def test_a_run_without_the_callback_goes_on_with_it_where_the_schedule_would_be(
 
 
 def test_a_second_fit_of_one_trainer_goes_on(tmp_path):
-    module = Recorded()
+    module = TwoRecorded()
     trainer = fit(tmp_path, module, MomentumDecay(total_steps=STEPS), max_epochs=5)
     trainer.fit_loop.max_epochs = STEPS
     trainer.fit(module, loader(8, 8))
-    assert updates(module) == expected(range(8))
+    assert module.used == {"often": expected(range(8)), "seldom": expected(range(4))}
 
 
 def test_data_is_read_as_often_as_without(tmp_path):
