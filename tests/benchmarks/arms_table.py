@@ -12,11 +12,10 @@ are of 95%; p-values are corrected (Holm) for the pairs, in each column by itsel
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean, geometric_mean, stdev
 
 import numpy as np
-from csv_tables import print_table
 
 from lit_diffusion.lab.compare.comparison import Result, compare
 from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
@@ -102,6 +101,12 @@ def fid_ratio(arm: Arm, control: Arm, step: float) -> str:
     logs = [(log_fid(a), log_fid(b)) for a, b in shared_seeds(arm, control)]
     test = paired(*zip(*logs, strict=True))
     return ratio(test) if test else f"{math.exp(fmean(a - b for a, b in logs)):.2f}"
+
+
+def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """As Markdown."""
+    for row in (heads, ["---"] * len(heads), *rows):
+        print(f"| {' | '.join(row)} |")
 
 
 if __name__ == "__main__":
