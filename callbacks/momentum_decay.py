@@ -130,6 +130,7 @@ class MomentumDecay(pl.Callback):
         self.optimizers = None if optimizers is None else list(optimizers)
         self._total_steps = 0  # of the checkpoint, then the one in effect; 0 for neither
         self._steps: list[int] = []  # completed by each optimizer of the Trainer
+        self._is_fit = True  # False in a validate or test of the Trainer
         self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, what it replaced)
         self._hooks: list[RemovableHandle] = []
 
@@ -173,7 +174,7 @@ class MomentumDecay(pl.Callback):
             self._steps[index] += 1
             self._restore()
 
-    def _restore(self) -> None:
+    def _restore(self, *_: Any) -> None:
         for group, options in self._base_options:
             group.update(options)
         self._base_options = []
@@ -182,7 +183,8 @@ class MomentumDecay(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse unsupported strategies, and reset the state, but for counts of this Trainer."""
-        if stage == "fit":
+        self._is_fit = stage == "fit"
+        if self._is_fit:
             refuse_strategy(trainer, type(self).__name__)
             self._total_steps, self._steps = 0, self._steps if trainer.global_step else []
 
@@ -245,6 +247,8 @@ class MomentumDecay(pl.Callback):
                 f"{name} total_steps: the checkpoint has {stored}, this run {steps}, using "
                 f"{self._total_steps}. Pass total_steps to change it."
             )
+        if stored == 0 and trainer.ckpt_path:  # of a run without this callback
+            self._steps = []
         count, step = len(trainer.optimizers), trainer.global_step
         if not self._steps and (count == 1 or step == 0):
             self._steps = [step] * count
@@ -258,6 +262,7 @@ class MomentumDecay(pl.Callback):
             self._hooks += [
                 optimizer.register_step_pre_hook(partial(self._before_step, index)),
                 optimizer.register_step_post_hook(partial(self._after_step, index)),
+                optimizer.register_state_dict_pre_hook(self._restore),  # after a step that failed
             ]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -304,7 +309,8 @@ class MomentumDecay(pl.Callback):
                 f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
                 f"1 or more, and is {total!r:.50}; steps a list of counts, and is {steps!r:.50}."
             )
-        self._total_steps, self._steps = total, list(steps)
+        if self._is_fit or not self._steps:  # a test of a checkpoint keeps the counts of a fit
+            self._total_steps, self._steps = total, list(steps)
 
 
 class LRCompensation(MomentumDecay):

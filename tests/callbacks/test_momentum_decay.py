@@ -240,9 +240,9 @@ def test_after_an_update_that_failed_the_own_options_are_back_also_in_a_checkpoi
             raise ArithmeticError
 
     module, decay = PlainModule(optimizer=failing), MomentumDecay()
-    saver = pl.OnExceptionCheckpoint(tmp_path, "c")
+    save = lambda trainer, *_: trainer.save_checkpoint(tmp_path / "c.ckpt")  # noqa: E731
     with pytest.raises(ArithmeticError):
-        fit(tmp_path, module, saver, decay, enable_checkpointing=True)
+        fit(tmp_path, module, pl.LambdaCallback(on_exception=save), decay)
     optimizer = module.trainer.optimizers[0]
     stored = torch.load(tmp_path / "c.ckpt", weights_only=True)
     for state in (optimizer.state_dict(), stored["optimizer_states"][0]):
@@ -399,13 +399,18 @@ def test_saves_before_the_first_step_have_the_state_of_the_checkpoint_and_no_oth
 def test_a_run_without_the_callback_goes_on_with_it_where_the_schedule_would_be(tmp_path):
     fit(tmp_path, Recorded(), max_epochs=3).save_checkpoint(tmp_path / "c.ckpt")
     module = Recorded()
-    fit(tmp_path, module, MomentumDecay(), ckpt_path=tmp_path / "c.ckpt")
-    assert updates(module) == expected(range(3, 8))
+    trainer = fit(tmp_path, module, MomentumDecay(), ckpt_path=tmp_path / "c.ckpt")
+    trainer.fit(module, loader(8, 8), ckpt_path=tmp_path / "c.ckpt")
+    assert updates(module) == 2 * expected(range(3, 8))
 
 
-def test_a_second_fit_of_one_trainer_goes_on(tmp_path):
+def test_a_second_fit_of_one_trainer_goes_on_whatever_was_tested_between(tmp_path):
     module = TwoRecorded()
-    trainer = fit(tmp_path, module, MomentumDecay(total_steps=STEPS), max_epochs=5)
+    trainer = fit(tmp_path, module, MomentumDecay(total_steps=STEPS), max_epochs=3)
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    trainer.fit_loop.max_epochs = 5
+    trainer.fit(module, loader(8, 8))
+    trainer.test(module, loader(8, 8), ckpt_path=tmp_path / "c.ckpt", verbose=False)
     trainer.fit_loop.max_epochs = STEPS
     trainer.fit(module, loader(8, 8))
     assert module.used == {"often": expected(range(8)), "seldom": expected(range(4))}
