@@ -114,7 +114,7 @@ class RunCLI(LightningCLI):
         self._saved_data = model_spec(checkpoint, "datamodule_hyper_parameters")
         self._has_averages = bool(average_names(checkpoint, file or ""))
         self._weights = checkpoint.get("state_dict", {})
-        self._saved_step = checkpoint.get("global_step")
+        self.saved_step = checkpoint.get("global_step")
         self._saved_epochs = completed_epochs(checkpoint)
         # Raise errors and refuse abbreviated options, as in `run_folder`.
         strict = {"exit_on_error": False, "allow_abbrev": False}
@@ -234,7 +234,7 @@ class RunCLI(LightningCLI):
     def _refuse_finished(self, max_steps: int, max_epochs: int | None) -> None:
         """Raise ValueError for a finished run, or SystemExit(0) if its command is repeated."""
         for unit, done, limit in (
-            ("steps", self._saved_step, max_steps),
+            ("steps", self.saved_step, max_steps),
             ("epochs", self._saved_epochs, max_epochs),
         ):
             if done and limit is not None and 0 <= limit <= done:
@@ -371,7 +371,7 @@ class RunCLI(LightningCLI):
                     raise RuntimeError(callback.verdict) from error
             if _is_disk_full(error):  # not a mistake of the command line, which exits with 2
                 raise RuntimeError(describe_error(error)) from error
-            untrained = self.trainer.global_step == self._saved_step
+            untrained = self.trainer.global_step == self.saved_step
             if (explanation := explain(error, self.request, untrained)) is not None:
                 raise explanation from error
             raise

@@ -4,13 +4,12 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
-from pathlib import Path
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -52,42 +51,17 @@ warning = partial(Finding, Level.WARNING)
 problem = partial(Finding, Level.PROBLEM)
 
 
-# Start
+def check_ranks(run: ExaminedRun) -> Iterator[Finding]:
+    """Whether each process on a CPU has a core, and SLURM starts as many as the config needs.
 
-
-def check_start(run: ExaminedRun) -> Iterator[Finding]:
-    """Errors of the Trainer, `fit` or sampling, and missing data."""
-    if run.cli.refusal is not None:
-        yield problem("trainer", run.cli.refusal)
-    for topic, message in run.failures:
-        yield problem(topic, message)
-    if run.missing_data is not None:
-        yield warning("data", f"{run.missing_data}; the run was not started here.")
-
-
-def check_devices(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether each CPU process has a core, and whether a GPU was expected."""
-    processes, cores = run.cli.num_devices, usable_cores()
-    if run.trainer.strategy.root_device.type != "cpu":
-        yield ok("devices", f"{processes} on a node")
-    elif processes > cores:
-        text = f"{processes} processes on {cores} core(s); lower --trainer.devices."
-        yield warning("devices", text)
-    elif run.settings["accelerator"] == "auto" and Path("/proc/driver/nvidia/version").exists():
-        text = f"an NVIDIA driver is here, but torch {torch.__version__} finds no GPU; install a "
-        yield problem("devices", f"{text}CUDA build, and see nvidia-smi and CUDA_VISIBLE_DEVICES.")
-    elif run.settings["accelerator"] == "auto":
-        yield note("devices", "accelerator=auto finds no GPU here: the run trains on the CPU.")
-
-
-def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether SLURM starts as many processes as the config needs: num_devices * num_nodes.
-
-    `check_start` reports what Lightning itself refuses, including most mistakes with torchrun.
+    Lightning itself refuses most mistakes with torchrun.
     """
-    ranks, tasks = num_devices * num_nodes, environ.get("SLURM_NTASKS", "")
-    is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # as Lightning decides
-    if "SLURM_JOB_ID" not in environ:
+    devices, nodes = run.cli.num_devices, run.cli.num_nodes
+    if run.trainer.strategy.root_device.type == "cpu" and devices > (cores := usable_cores()):
+        yield warning("ranks", f"{devices} processes on {cores} core(s); lower --trainer.devices.")
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    is_shell = os.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # as Lightning decides
+    if "SLURM_JOB_ID" not in os.environ:
         return
     if is_shell and tasks not in ("", "1"):
         text = f"each of the {tasks} tasks would train a run of its own, as Lightning ignores SLURM"
@@ -95,15 +69,12 @@ def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) ->
     elif is_shell or not tasks.isdigit():
         text = "Lightning ignores SLURM here and uses one node: the job is named bash or "
         text += "interactive, or has no --ntasks-per-node."
-        yield problem("ranks", text) if num_nodes > 1 else note("ranks", text)
-    elif int(tasks) != ranks:
-        text = f"SLURM starts {tasks} task(s), and the run waits for {ranks}; submit with "
-        yield problem("ranks", f"{text}--ntasks-per-node={num_devices} --nodes={num_nodes}.")
+        yield problem("ranks", text) if nodes > 1 else note("ranks", text)
+    elif int(tasks) != run.ranks:
+        text = f"SLURM starts {tasks} task(s), and the run waits for {run.ranks}; submit with "
+        yield problem("ranks", f"{text}--ntasks-per-node={devices} --nodes={nodes}.")
     else:
         yield ok("ranks", f"{tasks} task(s) of SLURM")
-
-
-# Length
 
 
 def check_length(run: ExaminedRun) -> Iterator[Finding]:
@@ -123,53 +94,41 @@ def check_length(run: ExaminedRun) -> Iterator[Finding]:
         text += f", of which {run.start_step:,} are done" if run.start_step else ""
         if run.steps_per_epoch and run.num_images:
             text += f", {steps / run.steps_per_epoch:,.1f} epochs of {run.num_images:,}"
-        if run.settings["max_epochs"] is None and trainer.max_epochs == 1000:
-            yield warning("length", f"{text}: Lightning's default; set --trainer.max_steps=N.")
-        else:
-            yield ok("length", text)
+        yield ok("length", text)
 
 
 def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether validations, evaluations and saves happen, and curricula end, within the run."""
+    """Whether validations, evaluations and saves happen within the run."""
     steps, validation = run.num_steps, run.validation_interval
     if steps is None or steps <= run.start_step:
         return
     to_go = f"of the {steps - run.start_step:,} steps to go; lower it."
-    if validation and not (rounds := run.count_rounds(None)):
+    if validation and not (rounds := run.count_rounds(validation)):
         text = f"val_check_interval is {validation:,.0f} steps, and comes in none {to_go}"
         yield warning("validation", text)
     elif validation:
         yield ok("validation", f"{rounds} times, every {validation:,.0f} steps")
     for callback in run.callbacks:
-        name = type(callback).__name__
         every = getattr(callback, "every_n_steps", None)
         every = getattr(callback, "snapshot_every_n_steps", None) or every
         if isinstance(callback, ModelCheckpoint):
             every = save_interval(callback)
         if every and not run.count_rounds(every):
-            yield warning(name, f"every {every:,} steps comes in none {to_go}")
-        length = getattr(callback, "num_steps", None) or getattr(callback, "total_steps", None)
-        if length and length > steps:
-            text = f"takes {length:,} steps, and the run ends at {steps:,}; shorten it."
-            yield warning(name, text)
+            yield warning(type(callback).__name__, f"every {every:,} steps comes in none {to_go}")
 
 
 def check_lr(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the warm-up and the decay of learning rates fit the length of the run."""
+    """Whether the warm-up of learning rates is short beside the run."""
     for config in run.trainer.lr_scheduler_configs:
         scheduler, steps = config.scheduler, run.num_steps
         if config.interval != "step" or not steps:
             continue
         name, warmup = type(scheduler).__name__, getattr(scheduler, "warmup_steps", 0)
-        length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", None)
         text = f"{name} warms up for {warmup:,} steps, {warmup / steps:.1%} of the run"
         if warmup >= steps:
             yield problem("lr", f"{text}; shorten the warm-up.")
         elif warmup > 0.2 * steps:
             yield warning("lr", f"{text}; 1 to 10% is usual.")
-        elif length not in (None, steps, run.trainer.estimated_stepping_batches):
-            text = f"{name} takes {length:,} steps, and the run {steps:,}; make them equal."
-            yield warning("lr", text)
         else:
             yield ok("lr", text)
 
@@ -177,9 +136,8 @@ def check_lr(run: ExaminedRun) -> Iterator[Finding]:
 def check_ema(run: ExaminedRun) -> Iterator[Finding]:
     """Whether averages lag too far behind."""
     emas = [c for c in run.callbacks if isinstance(c, EMA) and not isinstance(c, PowerEMA)]
-    for decay, warmup in [(decay, ema.warmup) for ema in emas for decay in ema.decays]:
-        if not (steps := run.num_steps):
-            return
+    steps = run.num_steps or 0
+    for decay, warmup in [(d, ema.warmup) for ema in emas for d in ema.decays if steps]:
         reached = min(decay, (1 + steps) / (10 + steps)) if warmup else decay
         half_life = math.log(0.5) / math.log(reached) if reached else 0.0
         text = f"the half-life of {decay:g} is {half_life:,.0f} steps, {half_life / steps:.1%} of "
@@ -188,9 +146,6 @@ def check_ema(run: ExaminedRun) -> Iterator[Finding]:
             yield warning("EMA", f"{text}{0.5 ** (20 / steps):.4g}.")  # 5% of the run
         else:
             yield ok("EMA", f"{text}the run")
-
-
-# Diffusion
 
 
 def check_terminal_snr(run: ExaminedRun) -> Iterator[Finding]:
@@ -206,9 +161,8 @@ def check_terminal_snr(run: ExaminedRun) -> Iterator[Finding]:
     at_end, at_start = (alpha / sigma).tolist()
     text = f"alpha {alpha[0]:.2g} and sigma {sigma[0]:.3g} at the noisiest time"
     if at_end > 0.05:
-        text += f": {at_end:.0%} of the image remain, and samples start from noise alone"
-        fix = "take a process with a noisier end, such as CosineBetas."
-        yield warning("terminal SNR", f"{text}; {fix}")
+        text += f": {at_end:.0%} of the image remain, and samples start from noise alone; take a "
+        yield warning("terminal SNR", f"{text}process with a noisier end, such as CosineBetas.")
     elif at_start > 0.05:
         text = f"samples start from noise alone where {at_start:.0%} of an image should remain; "
         yield warning("terminal SNR", f"{text}let the times of the solver begin noisier.")
@@ -229,19 +183,9 @@ def check_label_dropout(run: ExaminedRun) -> Iterator[Finding]:
     elif dropout > 0.5 or (is_guided and not 0.05 <= dropout <= 0.3):
         yield warning("label dropout", f"{text} is unusual; {fix}")
     elif dropout == 0:
-        text += ": samples cannot be guided without a classifier"
-        yield note("label dropout", f"{text}; {fix}")
+        yield note("label dropout", f"{text}: samples cannot be guided without a classifier; {fix}")
     else:
         yield ok("label dropout", text)
-
-
-def check_fid(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the extractors of FID have their weights."""
-    for evaluation, message in run.missing_weights.items():
-        yield problem("FID weights", f"{evaluation.protocol.name}: {message}")
-
-
-# Time and disk
 
 
 def check_time(run: ExaminedRun) -> Iterator[Finding]:
@@ -249,12 +193,9 @@ def check_time(run: ExaminedRun) -> Iterator[Finding]:
     training = ((run.num_steps or 0) - run.start_step) * run.step_seconds
     if not training > 0:  # no steps are left, or their number or duration is unknown
         return
-    batch = (run.batch_size or 1) * run.trainer.accumulate_grad_batches
-    held_out = math.ceil((run.num_held_out or 0) / run.ranks)
-    limit = run.trainer.limit_val_batches  # a number of batches, or a share of them
-    limit = limit * (run.batch_size or 1) if isinstance(limit, int) else held_out * limit
-    images = run.count_rounds(None) * min(held_out, limit)
-    validation = images * run.step_seconds / batch / 3  # without the backward pass
+    accumulate = run.trainer.accumulate_grad_batches
+    batches = run.count_rounds(run.validation_interval) * run.num_val_batches / run.ranks
+    validation = batches * run.step_seconds / accumulate / 3  # without the backward pass
     generated = sum(grid.num * run.count_rounds(grid.every_n_steps) for grid in run.grids)
     for fid in run.evaluations:
         rounds = run.count_rounds(fid.every_n_steps) + fid.repeats_at_end
@@ -300,11 +241,8 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[ExaminedRun], Iterator[Finding]], ...]
-CHECKS = (check_start, check_devices, check_length, check_intervals, check_lr)
-CHECKS += (check_ema, check_terminal_snr, check_label_dropout, check_fid, check_time, check_disk)
-
-
-# All of them
+CHECKS = (check_ranks, check_length, check_intervals, check_lr, check_ema)
+CHECKS += (check_terminal_snr, check_label_dropout, check_time, check_disk)
 
 
 def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
@@ -322,7 +260,9 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
             yield problem("config", describe_failure(error))
             return
         run = ExaminedRun(cli, seconds)
-        yield from check_ranks(cli.num_devices, cli.num_nodes, os.environ)
+        yield from (problem(*failure) for failure in run.failures)
+        if run.missing_data is not None:
+            yield warning("data", f"{run.missing_data}; the run was not started here.")
         for check in CHECKS:
             try:
                 yield from check(run)

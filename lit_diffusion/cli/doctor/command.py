@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from itertools import takewhile
 
-from lit_diffusion.cli.options import Parser, check_exists
+from lit_diffusion.cli.options import Parser
 
 _DESCRIPTION = """Report what would go wrong with a long run, before it is started.
 
@@ -19,10 +19,7 @@ Each line is a problem (exit code 2), a warning, a note, or OK."""
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        argv: "doctor", then configs and options of fit.
+    """Run the command, where `argv` is "doctor", then configs and options of fit.
 
     Raises:
         SystemExit: with code 2 if there is a problem.
@@ -38,16 +35,11 @@ def run(argv: Sequence[str]) -> None:
     ranks = [os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")]
     if any(rank != "0" for rank in ranks):
         return  # only the first of several processes reports
-    parser = Parser("doctor", add_help=False)
-    parser.add_argument("-c", "--config", action="append", default=[])
-    files = parser.parse_known_args(options)[0].config
-    check_exists("config", *(file for file in files if ":" not in file))  # else YAML itself
     from lit_diffusion.cli.doctor.checks import Level, examine, report
 
     logging.disable(logging.WARNING)  # fit shows these messages again
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             findings = list(examine(options))
     finally:
         logging.disable(logging.NOTSET)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,6 @@ from lit_diffusion.callbacks.evaluation import PeriodicEvaluation
 from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.sample_grid import SampleGrid
 from lit_diffusion.callbacks.trainer_state import limited_batches
-from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.fitting import RunCLI, explain
 from lit_diffusion.cli.run_folder import Request
 from lit_diffusion.config.messages import describe_error, explain_parse_error, is_user_error
@@ -37,13 +36,13 @@ OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in {*callbacks.__all__} 
 class FitOnOneProcess(RunCLI):
     """Builds everything that `fit` builds, with a Trainer of one process that writes to `folder`.
 
-    Also builds the Trainer of the config: `refusal` says why it cannot be built (then the Trainer
-    of one process uses the CPU), else it is None.
+    Also builds the Trainer of the config. If that cannot be built, `failures` says why, and the
+    Trainer of one process uses the CPU.
     """
 
     def __init__(self, request: Request, contexts: ExitStack, folder: str) -> None:
         self.folder = folder
-        self.refusal: str | None = None
+        self.failures: list[tuple[str, str]] = []  # (topic, error message)
         self.call_fit: Callable[[], None]  # starts `fit`
         super().__init__(request, contexts)
 
@@ -54,7 +53,7 @@ class FitOnOneProcess(RunCLI):
             trainer = super().instantiate_trainer(**kwargs)
             self.num_devices, self.num_nodes = trainer.num_devices, trainer.num_nodes
         except Exception as error:  # Lightning raises many types
-            self.refusal = explain_parse_error(error)
+            self.failures.append(("trainer", explain_parse_error(error)))
             devices = settings.devices
             number = str(len(devices) if isinstance(devices, list) else devices)
             self.num_devices = int(number) if number.isdigit() else 1
@@ -87,7 +86,6 @@ class ExaminedRun:
 
     def __init__(self, cli: FitOnOneProcess, seconds: float) -> None:
         self.cli, self.request = cli, cli.request
-        self.settings: dict[str, Any] = cli.config_dump["trainer"]  # as the config has them
         self.trainer: Trainer = cli.trainer
         self.module, self.data = cli.model, cli.datamodule
         self.callbacks: list[Callback] = list(self.trainer.callbacks)  # type: ignore[attr-defined]
@@ -98,40 +96,36 @@ class ExaminedRun:
         self.evaluations = [c for c in self.callbacks if isinstance(c, FIDEvaluation)]
         self.grids = [c for c in self.callbacks if isinstance(c, SampleGrid)]
         self.ranks: int = cli.num_devices * cli.num_nodes
-        self.start_step = 0  # step from which the run resumes
-        if file := self.request.checkpoint:
-            self.start_step = int(read_checkpoint(file, mmap=True).get("global_step", 0))
-        self.missing_data: str | None = None  # what `fit` would download
-        if isinstance(self.data, ImageDataModule):
-            self.missing_data = self.data.pending_setup()
-        elif self.data is not None and is_overridden("prepare_data", self.data):
-            self.missing_data = f"{type(self.data).__name__}.prepare_data may need a network"
-        self.missing_weights: dict[FIDEvaluation, str] = {}  # error of each extractor's check
-        for evaluation in self.evaluations:
-            try:
-                evaluation.protocol.check()
-            except (OSError, ValueError) as error:
-                self.missing_weights[evaluation] = str(error)
-        self.failures: list[tuple[str, str]] = []  # (topic, error message)
+        self.start_step: int = cli.saved_step or 0  # step from which the run resumes
+        self.failures = cli.failures
         self.batch_size: int | None = getattr(self.data, "batch_size", None)  # of each process
         self.sample_seconds = 0.0  # per generated image on one process; 0 if unknown
         self.step_seconds = math.nan  # per optimizer step
         self.step_source = ""  # what `step_seconds` was measured on
         if isinstance(self.module, DiffusionModule):
             self._time_samples(self.module, seconds)
-        self._start(seconds)
+        self.missing_data: str | None = None  # what `fit` would download
+        if isinstance(self.data, ImageDataModule):
+            self.missing_data = self.data.pending_setup()
+        elif self.data is not None and is_overridden("prepare_data", self.data):
+            self.missing_data = f"{type(self.data).__name__}.prepare_data may need a network"
+        ours = [callback for callback in self.callbacks if isinstance(callback, OUR_CALLBACKS)]
+        for fid in self.evaluations:
+            try:
+                fid.protocol.check()
+            except (OSError, ValueError) as error:
+                self.failures.append(("FID weights", f"{fid.protocol.name}: {error}"))
+                ours.remove(fid)
+        if self.missing_data is None:
+            self._start(ours, seconds)
         self._count_steps()
 
-    def count_rounds(self, every_n_steps: int | None) -> int:
-        """Number of times that an interval ends in the rest of the run; 0 if unknown.
-
-        None stands for the interval of validations.
-        """
-        every = self.validation_interval if every_n_steps is None else every_n_steps
-        if not every or self.num_steps is None:
+    def count_rounds(self, every_n_steps: float | None) -> int:
+        """Number of times that an interval ends in the rest of the run; 0 if unknown."""
+        if not every_n_steps or self.num_steps is None:
             return 0
         # The interval may be a fraction of an epoch, whose rounding must not change the number.
-        ends = (self.start_step / every, self.num_steps / every)
+        ends = (self.start_step / every_n_steps, self.num_steps / every_n_steps)
         return max(math.floor(ends[1] + 1e-9) - math.floor(ends[0] + 1e-9), 0)
 
     def _time_samples(self, module: DiffusionModule, seconds: float) -> None:
@@ -169,17 +163,13 @@ class ExaminedRun:
         self.step_seconds = 3 * call_seconds * images
         self.step_source = f"extrapolated from a forward pass of {max(num, 1)} images"
 
-    def _start(self, seconds: float) -> None:
+    def _start(self, callbacks: list[Callback], seconds: float) -> None:
         """Call `fit`, which sets everything up and restores a checkpoint, and time its first steps.
 
         Makes no step if one is expected to take longer than `seconds`.
         """
-        if self.missing_data is not None:
-            return
         watch = Stopwatch(seconds, makes_steps=not self.step_seconds > seconds)
-        ours = [callback for callback in self.callbacks if isinstance(callback, OUR_CALLBACKS)]
-        ours = [callback for callback in ours if callback not in self.missing_weights]
-        self.trainer.callbacks = [*ours, watch]  # type: ignore[attr-defined]
+        self.trainer.callbacks = [*callbacks, watch]  # type: ignore[attr-defined]
         try:
             self.cli.call_fit()
         except FitMeasured:
@@ -188,7 +178,7 @@ class ExaminedRun:
             untrained = self.trainer.global_step == self.start_step
             explanation = explain(error, self.request, untrained)
             self.failures.append(("fit", str(explanation or describe_failure(error))))
-        times = watch.times[2:] if len(watch.times) > 3 else watch.times  # the first steps are slow
+        times = watch.times[2:] if len(watch.times) > 3 else watch.times[1:]
         if len(times) > 1:
             (first, start), *_, (last, end) = times
             self.step_seconds = (end - start) / (last - first)
@@ -198,8 +188,9 @@ class ExaminedRun:
         """Compute the length of the run, which may have more processes than this Trainer."""
         trainer, loader = self.trainer, self.trainer.train_dataloader
         accumulate = trainer.accumulate_grad_batches
-        self.num_images = dataset_length(loader)
-        self.num_held_out = dataset_length(trainer.val_dataloaders)
+        dataset = getattr(loader, "dataset", None)
+        self.num_images = len(dataset) if isinstance(dataset, Sized) else None  # None for streams
+        self.num_val_batches = sum(n for n in trainer.num_val_batches if math.isfinite(n))
         self.batch_size = getattr(loader, "batch_size", None) or self.batch_size
         batches = trainer.num_training_batches
         if self.ranks > 1 and isinstance(loader, DataLoader) and math.isfinite(batches):
@@ -210,8 +201,7 @@ class ExaminedRun:
         limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
         if self.steps_per_epoch and trainer.max_epochs is not None and trainer.max_epochs >= 0:
             limits.append(trainer.max_epochs * self.steps_per_epoch)
-        is_empty = 0 in (trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches)
-        self.num_steps = 0 if is_empty else min(limits, default=None)
+        self.num_steps = min(limits, default=None)
 
         interval, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
         between: float | None = None  # batches from one validation to the next, on average
@@ -233,14 +223,13 @@ class FitMeasured(Exception):
 class Stopwatch(Callback):
     """Times the first optimizer steps of a fit, and ends it by raising `FitMeasured`.
 
-    The fit ends after `seconds`, 30 steps or at a validation, or before the first step unless it
-    `makes_steps`.
+    The fit ends 30 steps or `seconds` after its first step, which may compile the network, or at a
+    validation, or before the first step unless it `makes_steps`.
     """
 
     def __init__(self, seconds: float, makes_steps: bool) -> None:
         self.seconds, self.makes_steps = seconds, makes_steps
-        self.times: list[tuple[int, float]] = []  # (optimizer steps, time)
-        self.compiles = False  # whether the next step compiles the network
+        self.times: list[tuple[int, float]] = []  # (optimizer steps, time), from the start
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove callbacks that generate samples, after their `on_fit_start` was called."""
@@ -252,17 +241,15 @@ class Stopwatch(Callback):
         """Start the clock."""
         if not self.makes_steps:
             raise FitMeasured
-        self.compiles = bool(pl_module.hparams.get("compile"))
         self.times.append((trainer.global_step, synchronized_time()))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Record the time of a step, and end the fit after enough steps."""
         step, now = trainer.global_step, synchronized_time()
         if step > self.times[-1][0]:
-            if self.compiles:  # in its first step, which would hide what others take
-                self.times, self.compiles = [], False
             self.times.append((step, now))
-        if len(self.times) > 30 or now - self.times[0][1] > self.seconds:
+        begin = self.times[:2][-1][1]  # the end of the first step
+        if len(self.times) > 30 or now - begin > self.seconds:
             raise FitMeasured
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -275,14 +262,6 @@ def synchronized_time() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()
-
-
-def dataset_length(loader: Any) -> int | None:
-    """Number of images; None for several loaders, and for streams."""
-    try:
-        return len(loader.dataset)
-    except (AttributeError, TypeError):
-        return None
 
 
 def describe_failure(error: BaseException) -> str:
