@@ -8,7 +8,6 @@ from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks import EMA, ConsistencyProbe
 from lit_diffusion.metrics.image_distances import psnr
-from lit_diffusion.protocols import NonFiniteSamples
 
 NAME = "val/consistency"
 
@@ -44,33 +43,6 @@ def test_at_validation_it_is_logged_for_all(tmp_path):
     trainer = make_trainer(tmp_path, ConsistencyProbe(2), max_epochs=3)
     trainer.fit(tiny_diffusion(), images(16, 4), images(8, 4))
     assert 0 < trainer.callback_metrics[NAME] < 100
-
-
-def test_a_checkpoint_without_images_does_not_go_on_from_those_of_another_run(tmp_path):
-    _, _, trainer = fitted(tmp_path, steps=4)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
-    probe = ConsistencyProbe(3, 4)
-    fitted(tmp_path, probe, steps=4)
-    _, memory, _ = fitted(tmp_path, probe, steps=8, ckpt_path=tmp_path / "half.ckpt")
-    assert memory.rows_with(NAME) == []
-
-
-def test_samples_that_are_not_finite_are_left_out_and_the_fit_continues(tmp_path):
-    module = tiny_diffusion()
-    generate = module.generate
-
-    def diverge(seeds, labels=None):
-        if module.global_step == 8:
-            raise NonFiniteSamples(seeds, 8, "t = 3")
-        return generate(seeds, labels)
-
-    module.generate = diverge
-    with pytest.warns(UserWarning, match="ConsistencyProbe measures nothing at step 8: 2 samples"):
-        _, memory, trainer = fitted(tmp_path, ConsistencyProbe(2, 4), module=module, steps=12)
-    assert trainer.global_step == 12
-    ((step, row),) = memory.rows_with(NAME)  # from step 4 to 12
-    assert step == 11
-    assert 0 < row[NAME] < 100
 
 
 def test_bad_numbers_and_modules_are_refused(tmp_path):

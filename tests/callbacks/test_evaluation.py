@@ -21,7 +21,6 @@ from lit_diffusion.callbacks.evaluation import (
     indexed_loader,
     inference_mode,
     read_fixed_images,
-    require_generate,
     split_images,
 )
 from lit_diffusion.data.digits import Digits
@@ -138,22 +137,6 @@ def test_samples_are_uint8_images_or_the_seeds_of_those_that_are_not_finite():
 def test_anything_else_is_refused_with_what_it_is(outcome):
     with pytest.raises(TypeError, match=r"must return 3 images, uint8 \(N, C, H, W\)"):
         generated(outcome, range(3))
-
-
-@pytest.mark.parametrize(
-    ("generate", "reason"),
-    [
-        (lambda num: None, "too many positional arguments"),
-        (lambda seeds, labels, steps: None, "missing a required argument: 'steps'"),
-        (None, "None is not a callable"),
-    ],
-)
-def test_a_module_that_cannot_generate_from_seeds_and_labels_is_refused(generate, reason):
-    module = Rising()
-    require_generate(module, "Grid")
-    module.generate = generate
-    with pytest.raises(TypeError, match=f"Grid needs .*Rising has none such: {reason}"):
-        require_generate(module, "Grid")
 
 
 # Images of the data

@@ -11,7 +11,6 @@ from support.plain_module import PlainModule, assert_same_bits, loader, make_tra
 from support.recorded import ADAM, Recorded, TwoRecorded
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adagrad, Adam, AdamW, lr_scheduler
-from torch.utils.data import DataLoader
 
 from lit_diffusion.callbacks import LRCompensation, MomentumDecay, StepSeed
 from lit_diffusion.callbacks.momentum_decay import momentum_decay
@@ -203,20 +202,6 @@ def test_a_step_that_torch_takes_to_initialize_state_is_no_update(tmp_path):
     assert updates(module) == [(0.0, 0.8), *expected(range(STEPS))]
 
 
-def test_an_optimizer_that_reads_options_before_its_closure_uses_those_of_the_update(tmp_path):
-    lrs_read = []
-    SGD([torch.zeros(1)], lr=1.0)  # from the first one on, hooks run in its step too
-
-    class ReadsFirst(SGD):
-        def step(self, closure=None):
-            lrs_read.append(self.param_groups[0]["lr"])
-            return super().step(closure)
-
-    trainer = fit(tmp_path, PlainModule(optimizer=ReadsFirst), LRCompensation())
-    assert lrs_read == [lr for lr, _ in expected(range(STEPS))]
-    assert trainer.callback_metrics["mdlrc/lr"].item() == pytest.approx(lrs_read[-1])
-
-
 def test_monitors_log_the_optimizers_own_lr_and_the_callback_what_updates_used(tmp_path):
     module, logger = Recorded(schedule=COSINE), MemoryLogger()
     fit(tmp_path, module, MomentumDecay(), pl.LearningRateMonitor(log_momentum=True), logger=logger)
@@ -276,10 +261,6 @@ def test_the_control_takes_optimizers_with_any_momentum_or_none(tmp_path, optimi
 # What is refused before the first step
 
 
-def muon(params, lr):
-    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr, momentum=0.9)
-
-
 class Lion(torch.optim.Optimizer):
     """Steps by a sign, so beta1 is no part of their length."""
 
@@ -302,7 +283,6 @@ class Uncalled(Adam):
         (partial(Adam, betas=(0.3, 0.9)), {}, "min_beta1=0.4 and beta0=0.3, .*lower min_beta1"),
         (SGD, {}, "SGD: .* compensate_lr=False or use Adam"),
         (SGD, {"compensate_lr": False}, "min_beta1=0.4 and beta0=0"),
-        (muon, {}, "Muon: .* pass compensate_lr=False"),
         (Lion, {}, "Lion: .* pass compensate_lr=False"),
         (type("AdamWScheduleFree", (Adam,), {}), {}, "AdamWScheduleFree: it has none"),
         (Adagrad, {"compensate_lr": False}, "Adagrad: it has none; use Adam"),
@@ -414,21 +394,6 @@ def test_a_second_fit_of_one_trainer_goes_on_whatever_was_tested_between(tmp_pat
     trainer.fit_loop.max_epochs = STEPS
     trainer.fit(module, loader(8, 8))
     assert module.used == {"often": expected(range(8)), "seldom": expected(range(4))}
-
-
-def test_data_is_read_as_often_as_without(tmp_path):
-    """A loader whose place in the data is restored must not be asked before that."""
-    iterations = []
-
-    class Counted(DataLoader):
-        def __iter__(self):
-            iterations.append(self)
-            return super().__iter__()
-
-    with_it, without = (Counted(loader(32, 8).dataset, batch_size=8) for _ in range(2))
-    fit(tmp_path, Recorded(), MomentumDecay(), batches=with_it, max_epochs=2)
-    fit(tmp_path, Recorded(), batches=without, max_epochs=2)
-    assert iterations.count(with_it) == iterations.count(without)
 
 
 class Searches(pl.LearningRateFinder):

@@ -63,16 +63,6 @@ def test_training_steps_measure_training_images_with_averaged_weights(tmp_path):
     assert list(raw.values()) != [v.item() for v in expected.values()]
 
 
-def test_every_measurement_of_training_is_logged_in_the_row_of_its_batch(tmp_path):
-    memory = MemoryLogger()
-    options = {"logger": memory, "max_epochs": 2, "log_every_n_steps": 0}
-    trainer = make_trainer(tmp_path, NoiseLevelLoss(2, every_n_steps=2), **options)
-    trainer.fit(tiny_diffusion(), images(16, 4))
-    steps, rows = zip(*memory.rows_with("train/loss_u0.25"), strict=True)
-    assert steps == (1, 3, 5, 7)
-    assert len({tuple(row.values()) for row in rows}) == 4
-
-
 def test_validation_within_fit_measures_the_weights_that_it_uses(tmp_path):
     for order in (slice(None), slice(None, None, -1)):
         ema, levels = EMA((0.9,)), NoiseLevelLoss(2)

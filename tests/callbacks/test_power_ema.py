@@ -98,17 +98,6 @@ def test_any_width_is_loaded_from_a_run_and_its_snapshots(tmp_path):
         load(file, "power_wide", module=PlainModule())
 
 
-def test_averages_that_begin_in_the_middle_count_from_there(tmp_path):
-    before = fit(tmp_path, PlainModule(), max_steps=20, max_epochs=-1)
-    before.save_checkpoint(tmp_path / "before.ckpt")
-    module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=4)
-    options = {"max_steps": 52, "max_epochs": -1, "ckpt_path": tmp_path / "before.ckpt"}
-    file = saved(fit(tmp_path, module, ema, **options), tmp_path)
-    assert snapshots(tmp_path) == list(range(4, 33, 4))
-    assert_close(trainable(load(file, module=PlainModule())), by_profile(module.path, 0.05))
-    assert_widths(file, module.path)
-
-
 def test_snapshots_that_were_put_there_from_another_run_are_refused(tmp_path):
     files = {}
     for name, lr in {"one": 0.1, "two": 0.3}.items():
@@ -128,11 +117,6 @@ def test_a_run_that_goes_on_from_before_a_snapshot_takes_it_anew(tmp_path):
     rest = {"max_steps": 4, "max_epochs": -1, "ckpt_path": tmp_path / "two.ckpt"}
     fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=1), **rest)
     assert snapshots(tmp_path) == [1, 2, 3, 4]
-    rest["max_steps"] = 3
-    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=3), **rest)
-    assert snapshots(tmp_path) == [1, 2, 3]
-    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=1), fast_dev_run=True)
-    assert snapshots(tmp_path) == [1, 2, 3]
 
 
 def test_without_snapshots_other_widths_are_refused(tmp_path):

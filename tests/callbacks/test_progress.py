@@ -1,5 +1,3 @@
-import logging
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -79,46 +77,3 @@ def test_a_bar_goes_on_where_the_run_does(capsys, tmp_path):
     fit(bar := StepBar(), max_steps=10, ckpt_path=tmp_path / "last.ckpt")
     assert bar.train_progress_bar.initial == 6
     assert "10/10" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("options", "end"), [({"max_steps": 12}, "12/12"), ({}, "24")])
-def test_steps_of_several_optimizers_are_counted_as_the_trainer_does(capsys, options, end):
-    class Two(TinyModule):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-                self.manual_backward(self.loss(batch))
-                optimizer.step()
-
-        def configure_optimizers(self):
-            return [torch.optim.SGD(self.parameters(), 0.01) for _ in range(2)]
-
-    options = {"max_epochs": 3} | options
-    for callback in (PlainProgress(every_n_seconds=1e-9), StepBar()):
-        trainer_with(callback, **options).fit(Two(TinyNet(3), torch.optim.Adam), TinyData())
-    output = capsys.readouterr()
-    *_, last = (line for line in output.err.split("\n") if line.startswith("step "))
-    assert last.startswith(f"step {end}  ")
-    assert f" {end}" in output.out.replace("|", " ")
-    assert "-1 day" not in output.err + output.out
-
-
-def test_the_log_goes_above_the_bar_while_there_is_one():
-    logger, console = logging.getLogger("lightning.pytorch"), logging.StreamHandler()
-    redirected = []
-
-    class Failing(TinyModule):
-        def training_step(self, batch, batch_idx):
-            redirected.append(console not in logger.handlers)
-            raise RuntimeError("failed")
-
-    logger.addHandler(console)
-    try:
-        with pytest.raises(RuntimeError, match="failed"):
-            trainer_with(StepBar()).fit(Failing(TinyNet(3), torch.optim.Adam), TinyData())
-        assert redirected == [True]
-        assert console in logger.handlers
-    finally:
-        logger.removeHandler(console)

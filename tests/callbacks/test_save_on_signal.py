@@ -99,13 +99,6 @@ def test_after_any_other_end_signals_are_handled_as_before(tmp_path, handlers):
         assert {number: signal.getsignal(number) for number in HANDLED} == handlers
 
 
-def test_a_request_to_stop_that_is_not_met_yet_is_no_end(tmp_path):
-    stops = LambdaCallback(
-        on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True)
-    )
-    assert save(tmp_path, Sends("on_train_batch_start", 3), stops, min_steps=12).step == 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "batch"),

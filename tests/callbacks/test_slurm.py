@@ -67,12 +67,6 @@ def test_a_busy_controller_is_asked_again(program, tmp_path):
     assert requeue_job("12", signal.SIGUSR1) == "SLURM job 12 is requeued"
 
 
-def test_programs_that_are_not_there_are_reported_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.sleep", None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "No such file" in requeue_job("12", signal.SIGUSR1)
-
-
 @pytest.mark.parametrize(
     ("job", "restarts", "same"),
     [("7", "2", True), ("7", "3", True), ("7", None, False), ("7", "1", False), ("8", "2", False)],

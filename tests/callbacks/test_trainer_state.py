@@ -1,5 +1,5 @@
 import inspect
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -83,16 +83,6 @@ def test_the_private_names_of_lightning_are_of_the_kind_that_is_used():
     assert trainer.fit_loop._data_fetcher is None
     assert trainer._checkpoint_connector._loaded_checkpoint == {}
     assert _given_hyperparameters.get() is None
-
-
-def test_each_part_has_its_own_mode_back_after_an_exception_too():
-    module = PlainModule().train()
-    module.inner[1].eval()
-    modes = [part.training for part in module.modules()]
-    with suppress(KeyError), trainer_state.eval_mode(module):
-        assert not any(part.training for part in module.modules())
-        raise KeyError
-    assert [part.training for part in module.modules()] == modes
 
 
 # Strategies
@@ -284,14 +274,6 @@ def test_an_interrupted_fit_leaves_nothing_on_the_module(tmp_path, where):
     assert both(module) == (None, None)
 
 
-def test_a_skipped_epoch_leaves_nothing_on_the_module(tmp_path):
-    module, (make_writer, _) = ForeignTimes(), WRITERS["importance"]
-    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
-    make_trainer(tmp_path, make_writer(), max_epochs=2).fit(module, loader())
-    assert len(module.visible) == 4
-    assert both(module) == (None, None)
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_module_needs_the_attributes_that_are_written_and_no_others(tmp_path, name):
     make_writer, (density, weight) = WRITERS[name]
@@ -333,11 +315,3 @@ def test_an_attribute_that_the_user_has_set_is_refused_and_left_as_it_is(tmp_pat
     make_trainer(tmp_path, callbacks.CurriculumWeight(6)).fit(module, loader())
     assert [visible for _, visible, _ in module.visible] == [density] * 4
     assert both(module) == (density, None)
-
-
-def test_another_hand_on_the_attribute_is_refused_in_the_second_batch(tmp_path):
-    module = ForeignTimes()
-    module.on_train_batch_start = lambda *_: setattr(module, "timestep_density", torch.ones(3))
-    with pytest.raises(ValueError, match="TimestepCurriculum sets timestep_density, and some"):
-        make_trainer(tmp_path, callbacks.TimestepCurriculum(6)).fit(module, loader())
-    assert len(module.visible) == 1

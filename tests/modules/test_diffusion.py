@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
 from support.plain_module import make_trainer
 from support.spawn import spawn
@@ -14,7 +13,7 @@ from support.toy import EndsInNoise
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_diffusion.callbacks import FIDEvaluation, FiniteUpdates
+from lit_diffusion.callbacks import FIDEvaluation
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
@@ -328,19 +327,6 @@ def test_the_norm_of_the_gradient_is_without_the_scale_of_the_loss(tmp_path):
         assert norms(tmp_path / f"{fused}", fused, plugins=plugins) == expected
 
 
-def test_of_an_update_that_is_left_out_there_is_no_norm(tmp_path):
-    class Broken(DiffusionModule):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(batch, batch_idx)["loss"] * float("nan")
-
-    logger, model = AppendingCSVLogger(tmp_path), module()
-    model.__class__ = Broken
-    options = {"logger": logger, "log_every_n_steps": 1, "callbacks": [FiniteUpdates(9)]}
-    trainer(max_steps=2, default_root_dir=tmp_path, **options).fit(model, loader(12))
-    rows = [row for row in read_rows(logger.path) if "train/loss" in row]
-    assert [row["train/grad_norm"] for row in rows] == ["nan", "nan"]
-
-
 def test_a_step_draws_the_same_noise_whatever_came_before(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")
     first = losses_of(trainer(max_steps=3), module(), loader(12))
@@ -390,13 +376,6 @@ def test_schedules_count_optimizer_steps_and_take_their_length_from_the_trainer(
     norms = Norms()
     trainer(max_steps=6, accumulate_grad_batches=accumulate, callbacks=[norms]).fit(model, loader())
     assert norms.rates == pytest.approx([1e-2 * f for f in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)])
-
-
-def test_schedules_end_with_a_run_whose_accumulation_changes_with_the_epochs():
-    model = module(lr_scheduler=WarmupLinear)
-    run = trainer(max_epochs=2, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})])
-    run.fit(model, loader())
-    assert run.global_step == model.lr_schedulers().total_steps == 4 + 2
 
 
 def test_devices_without_float64_are_refused(monkeypatch):

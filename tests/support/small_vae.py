@@ -3,7 +3,6 @@
 import hashlib
 
 import torch
-from torch.nn import functional as F
 
 from lit_diffusion.data.latents import LatentIndex
 
@@ -31,27 +30,6 @@ def build(channels=(16, 32), image_channels=3):
 def save(folder, **changes):
     """A folder with one that was not trained."""
     build(**changes).save_pretrained(folder)
-    return folder
-
-
-def trained(folder, data, steps):
-    """A folder with one that was, on images of a data module: squared error with a little KL."""
-    vae = build()
-    vae.quant_conv.bias.data[4:] = -6.0  # of logvar, which would take long to fall from 0
-    optimizer = torch.optim.Adam(vae.parameters(), lr=5e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    batches = iter(data.train_dataloader())
-    for _ in range(steps):
-        pixels = next(batches)[0] / 127.5 - 1
-        posterior = vae.encode(pixels).latent_dist
-        loss = F.mse_loss(vae.decode(posterior.sample()).sample, pixels)
-        loss = loss + 1e-8 * posterior.kl().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    vae.save_pretrained(folder)
     return folder
 
 
