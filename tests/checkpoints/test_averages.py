@@ -5,7 +5,6 @@ from support.plain_module import assert_same_bits
 
 from lit_diffusion.checkpoints.averages import (
     delete_snapshots_after,
-    list_snapshots,
     reconstruct_average,
     write_snapshot,
 )
@@ -82,14 +81,6 @@ def test_no_digit_or_part_of_a_number_is_lost(tmp_path, dtype):
     last = {0.05: {"a": value}, 0.06: {"a": value}}
     result = reconstruct_average(tmp_path, 0.055, 20, last, hashes)["a"]
     torch.testing.assert_close(result, value)
-
-
-def test_later_snapshots_can_be_dropped(tmp_path):
-    for step in (10, 20, 30):
-        write_snapshot(tmp_path, step, {0.05: {"a": torch.ones(2)}})
-    assert (delete_snapshots_after(tmp_path, 10), delete_snapshots_after(tmp_path, 10)) == (2, 0)
-    assert list(list_snapshots(tmp_path)) == [10]
-    assert delete_snapshots_after(tmp_path / "none", 0) == 0
 
 
 def test_a_snapshot_that_is_damaged_or_of_another_run_is_refused_by_name(tmp_path):

@@ -9,7 +9,6 @@ from lightning.pytorch import LightningDataModule
 from support.commands import call
 from support.small_digits import small_digits
 from support.tiny_checkpoint import checkpoint_of, tiny
-from torch import nn
 from torch.distributed import checkpoint as distributed_checkpoint
 
 from lit_diffusion.checkpoints.loading import (
@@ -82,12 +81,6 @@ def test_weights_saved_from_a_compiled_network_fit_one_that_is_not(tmp_path):
         assert all((p == value).all() for p in module.parameters())
 
 
-def test_weights_are_loaded_into_layers_without_a_shape_yet(file):
-    module = tiny()
-    module.network.layers[0] = nn.LazyLinear(3)
-    assert torch.equal(load(file, "raw", module=module).network.layers[0].weight, torch.ones(3, 2))
-
-
 def test_a_module_is_built_from_the_class_paths_in_the_file(tmp_path):
     """Samples that are not finite are reported without a step that is not theirs."""
     first = build_module({"hyper_parameters": digits_spec()}, "x")
@@ -146,7 +139,6 @@ def test_a_folder_that_a_checkpoint_alone_names_is_not_read(tmp_path, monkeypatc
     ("folder", "options"),
     [
         ("vae", ["--model.codec.folder=vae"]),
-        ("my vae, 'a': b", ["--model.codec.init_args.folder", "./my vae, 'a': b/"]),
         ("vae", ["--config=model: {codec: {folder: vae}}"]),
         ("vae", ["--config", "own.yaml"]),
     ],
@@ -182,9 +174,6 @@ def test_a_config_may_name_a_class_alone_and_a_later_one_and_options_change_its_
     later, options = {"init_args": {"batch_size": 3}}, ["--data.num_workers=1"]
     data = instantiate(["Digits", later], LightningDataModule, (), "x", options, key="data")
     assert (data.batch_size, data.num_workers) == (3, 1)
-    for wrong in (5, [5]):
-        with pytest.raises(ValueError, match=r"^x: data: "):
-            instantiate([wrong], LightningDataModule, (), "x", options, key="data")
 
 
 def test_averages_of_other_numbers_than_the_weights_are_refused(tmp_path):

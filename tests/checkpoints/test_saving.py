@@ -1,7 +1,6 @@
 import errno
 import os
 import pathlib
-import pickle
 import signal
 
 import pytest
@@ -84,18 +83,6 @@ def test_files_from_urls_are_read_without_running_code_too(monkeypatch):
     monkeypatch.setattr(saving.TorchCheckpointIO, "load_checkpoint", without_checks)
     AtomicCheckpointIO().load_checkpoint("http://host/x.ckpt", weights_only=False)
     assert [options["weights_only"] for options in asked] == [True]
-
-
-def test_code_in_a_file_from_a_url_is_refused_without_torchs_advice(monkeypatch):
-    def refused(self, path, map_location=None, weights_only=None):
-        advice = "Re-running `torch.load` with `weights_only` set to `False` will likely succeed."
-        raise pickle.UnpicklingError(advice)
-
-    monkeypatch.setattr(saving.TorchCheckpointIO, "load_checkpoint", refused)
-    rule = r"^http://host/x\.ckpt may hold pickled code, which is never run"
-    with pytest.raises(ValueError, match=rule) as caught:
-        AtomicCheckpointIO().load_checkpoint("http://host/x.ckpt")
-    assert "set to" not in str(caught.value)
 
 
 def test_split_tensors_are_written_whole_and_read_without_any_rank(split, tmp_path):

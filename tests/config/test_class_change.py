@@ -38,7 +38,6 @@ def build(kind: object, specs: list, as_files: bool, folder) -> object:
     [
         (Solver, [SOLVER, "Heun"], Heun()),
         (Solver, [SOLVER, spec("Heun", times=KARRAS)], Heun(times=Karras(noisiest=-10.0))),
-        (Solver, [SOLVER, "Heun", "DPMSolverPP"], DPMSolverPP()),
         (Solver, [SOLVER, {"init_args": {"times": "Karras"}}], DPMSolverPP(7, Karras(), False)),
         (
             Solver,  # the same class by another path
@@ -72,16 +71,6 @@ def test_a_line_names_what_the_new_class_has_too(tmp_path, capsys):
     assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
         "Heun replaces DPMSolverPP, whose clip=False, times=LogSNR(noisiest=-10.0) no longer hold"
     ]
-
-
-def test_a_program_with_jsonargparse_is_left_alone():
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--x", type=Solver)
-    with allow_class_paths():
-        pass
-    solvers = "lit_diffusion.solvers"
-    arguments = [f"--x={solvers}.DDIM", "--x.steps=7", f"--x={solvers}.Heun"]
-    assert parser.instantiate(parser.parse_args(arguments)).x == Heun(7)
 
 
 class Untyped(Callback):

@@ -1,13 +1,6 @@
-from math import inf
-
 import pytest
 
 from lit_diffusion.config.yaml_file import read_yaml
-
-
-def test_a_config_with_a_few_aliases_and_keys_of_any_kind_is_read(tmp_path):
-    (tmp_path / "a.yaml").write_text("base: &b {a: [1, .inf]}\n7: {<<: *b, steps: 2001-01-01}\n")
-    assert read_yaml(tmp_path / "a.yaml")[7]["a"] == [1, inf]
 
 
 @pytest.mark.parametrize(
@@ -16,8 +9,6 @@ def test_a_config_with_a_few_aliases_and_keys_of_any_kind_is_read(tmp_path):
         ("a: &a 1\nb: [" + "*a, " * 11 + "]", "more than 10 aliases"),
         ("a: &a [*a]", "Circular reference"),
         ("a: " + "[" * 99_000, "nested too deep"),  # which PyYAML itself reads for an hour
-        ("a: " + "9" * 5000, "4300 digits"),
-        ("a: [1", "line 1"),
         ("a: !!python/name:os.system", "could not determine a constructor"),
         ("a: 1" + ":1" * 10**5, "has more than 100,000 bytes"),
     ],

@@ -90,29 +90,6 @@ class InParts(Pictures):
         return seeds[:, None] / 10, seeds % 3 > 0
 
 
-def test_a_condition_may_have_parts():
-    module, data = Recorder(), InParts(batch_size=4, num_predict=7)
-    make_trainer(None, max_epochs=1).fit(module, data)
-    for _, condition, index in module.batches["train"] + module.batches["val"]:
-        assert isinstance(condition, tuple)
-        pairs = zip(condition, data.condition_of(index), strict=True)
-        assert all(torch.equal(*parts) for parts in pairs)
-    make_trainer(None).predict(module, data, return_predictions=False)
-    seeds, conditions = zip(*module.batches["predict"], strict=True)
-    assert torch.cat(seeds).tolist() == list(range(7))
-    values, is_present = (torch.cat(part) for part in zip(*conditions, strict=True))
-    expected = data.condition_of(torch.arange(7))
-    assert torch.equal(values, expected[0])
-    assert torch.equal(is_present, expected[1])
-
-
-def test_predict_needs_no_data(tmp_path):
-    train = str(class_folders(tmp_path, each=1))
-    module, absent = Recorder(), ImageFolder(train, val=str(tmp_path / "no"), image_size=8)
-    make_trainer(None).predict(module, absent, return_predictions=False)
-    assert module.batches["predict"]
-
-
 def make_digits(_, **kwargs):
     return Digits(batch_size=300, **kwargs)
 
@@ -210,8 +187,6 @@ def test_the_split_that_is_tested_is_named(caplog):
     [
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
         ({"batch_size": 10**30}, r"batch_size must be below 2\^63, got 10"),
-        ({"num_workers": -1}, "num_workers must be >= 0, got -1"),
-        ({"num_predict": 0}, "num_predict must be >= 1, got 0"),
         ({"num_workers": 10**6}, "num_workers must be at most 16 for each of the"),
         ({"batch_size": 2000}, r"batch_size 2000 on 1 process\(es\) is more than the 1437"),
     ],

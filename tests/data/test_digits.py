@@ -85,10 +85,3 @@ def test_images_are_those_of_the_digits_each_with_its_description(split):
     _, words, _ = next(iter(DescribedDigits(batch_size=7).in_order(split)))
     DigitWords().check(words, 7)
     assert torch.equal(words, expected[:7])
-
-
-def test_images_are_predicted_of_the_descriptions_in_turn():
-    seeds, words = next(iter(DescribedDigits(num_predict=92).predict_dataloader()))
-    assert torch.equal(words, DigitWords().for_seeds(seeds.tolist()))
-    assert torch.equal(words[91], DigitWords().encode(DESCRIPTIONS[1]))
-    assert DescribedDigits().num_classes is None

@@ -68,12 +68,10 @@ def sixteen_bit(path):
 UNUSABLE = {
     "text.png": lambda path: path.write_text("no picture"),
     "truncated.jpg": lambda path: truncate(save(path, size=(200, 200))),
-    "truncated.png": lambda path: truncate(save(path, size=(200, 200))),
     "empty.png": lambda path: path.touch(),
     "deep.png": sixteen_bit,
 }
 CONVERTIBLE = {
-    "palette.png": lambda path: picture(0).convert("P").save(path),
     "cmyk.jpg": lambda path: save(path, mode="CMYK"),
     "grey.png": lambda path: save(path, mode="L"),
     "small.png": lambda path: save(path, size=(40, 15)),
@@ -111,12 +109,6 @@ def test_a_folder_that_passed_is_not_read_again_until_it_or_the_requirements_cha
     assert [reads(), reads()] == [True, False]
     save(root / "a" / "new.png")
     assert [reads(), reads()] == [True, False]
-    with pytest.raises(ValueError, match="only 30 pixels on its shorter side, less than 31"):
-        check(root, image_size=31)
-    (root / "a" / "odd.png").write_text("no picture")
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"odd\.png"):
-            check(root)
 
 
 def test_files_are_sorted_and_labelled_by_their_class_folder(root):
@@ -129,12 +121,7 @@ def test_files_are_sorted_and_labelled_by_their_class_folder(root):
     assert listing.path(6) == path
 
 
-def test_missing_empty_and_unknown_folders_are_named(root, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no images"):
-        _ = folder(tmp_path / "empty", 1).num_classes
-    with pytest.raises(ValueError, match=r"channels must be 1 .* got 5"):
-        folder(root, 1, channels=5)
+def test_missing_empty_and_unknown_folders_are_named(root):
     for train, val, option in (("nowhere", root, "train"), (root, "nowhere", "val")):
         with pytest.raises(FileNotFoundError, match=rf"--data\.{option}: .* nowhere .here: /"):
             folder(train, val).prepare_data()
@@ -143,24 +130,6 @@ def test_missing_empty_and_unknown_folders_are_named(root, tmp_path):
     (root / "c").mkdir()
     with pytest.raises(ValueError, match="train/c holds no images"):
         list_images(root, ("a", "b", "c"))
-
-
-def test_files_that_are_no_images_by_their_names_are_left_out_and_named(root, caplog):
-    before = list_images(root, ("a", "b"))
-    assert "Left out" not in caplog.text
-    for name in ("a/notes.txt", "labels.csv"):
-        (root / name).touch()
-    with caplog.at_level("INFO"):
-        after = list_images(root, ("a", "b"))
-    assert f"{root}/a/notes.txt, {root}/labels.csv." in caplog.text
-    assert (after.names.tolist(), after.stamp) == (before.names.tolist(), before.stamp)
-
-
-@pytest.mark.parametrize("target", [".", ".."])
-def test_a_folder_with_a_link_to_itself_is_read_once(root, target):
-    before = list_images(root, ("a", "b"))
-    (root / "a" / "again").symlink_to(root / "a" / target, target_is_directory=True)
-    assert list_images(root, ("a", "b")).names.tolist() == before.names.tolist()
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("RGBA", 4)])
@@ -222,23 +191,6 @@ def test_the_fingerprint_follows_files_and_crop_but_not_the_place_of_the_folder(
     assert not {*fingerprints(root)} & {*first}
 
 
-def test_nothing_is_written_into_the_data(root, tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(root.parent))
-    data = folder("~/train", 2)
-    data.prepare_data()
-    assert data.folder("train") == root
-    assert all(path.suffix == ".png" for path in root.rglob("*") if path.is_file())
-    assert list((tmp_path / "cache" / "lit-diffusion").iterdir())
-
-
-def test_files_are_loaded_by_several_processes_by_default(root):
-    data = ImageFolder(str(root), 2, 16)
-    assert 1 <= data.default_workers() <= 16
-    assert data.val_dataloader().num_workers == data.default_workers()
-    data.trainer = Trainer(accelerator="cpu", devices=1000, logger=False)
-    assert data.default_workers() == 1  # the processes of a node share its CPUs
-
-
 def test_other_classes_at_a_resume_are_named(root, val):
     data = folder(root, val, batch_size=2)
     state = data.state_dict()
@@ -272,6 +224,5 @@ def test_imagenet_refuses_other_folders_than_its_classes(tmp_path, imagenet):
         ImageNet(str(tmp_path), 32).prepare_data()
     shutil.rmtree(imagenet / "val")
     save(imagenet / "val" / "ILSVRC2012_val_00000001.JPEG")
-    save(imagenet / "val" / "ILSVRC2012_val_00000002.JPEG")
-    with pytest.raises(ValueError, match=r"In no class folder: .*01\.JPEG, .*02\.JPEG\. Move"):
+    with pytest.raises(ValueError, match=r"In no class folder: .*01\.JPEG\. Move"):
         ImageNet(str(imagenet), 32).prepare_data()

@@ -1,5 +1,4 @@
 import json
-import os
 
 import pytest
 import torch
@@ -74,16 +73,6 @@ def test_half_of_the_training_images_are_mirrored_anew_in_each_epoch(tmp_path):
     mirrored = [n < 0 for epoch in epochs for n in epoch.values()]
     assert 0.4 < sum(mirrored) / len(mirrored) < 0.6
     assert len({tuple(sorted(epoch.values())) for epoch in epochs}) > 6
-    plain = Latents(write(tmp_path / "b", flips=False), val=1, batch_size=1, num_workers=0, seed=0)
-    assert all(n >= 0 for batch in plain.train_dataloader() for n in firsts(batch))
-
-
-def test_a_second_folder_holds_images_out(tmp_path):
-    train, val = write(tmp_path / "a"), write(tmp_path / "b", num=3)
-    data = Latents(train, val, batch_size=4, num_workers=0)
-    assert [n for batch in data.in_order("val") for n in firsts(batch)] == [0, 1, 2]
-    assert len(data.dataset("train")) == 23
-    assert data.fingerprint("train") != data.fingerprint("val")
 
 
 @pytest.mark.parametrize(
@@ -105,9 +94,6 @@ def test_what_is_missing_is_named(tmp_path):
     cut.write_bytes(cut.read_bytes()[:-10])
     with pytest.raises(ValueError, match="lacks 2 of 10 shards, such as latents-00002"):
         Latents(folder, val=2).check()
-    (tmp_path / "a" / "index.json").write_text(json.dumps({"num": 3}))
-    with pytest.raises(ValueError, match="is damaged or no index of latents"):
-        Latents(folder, val=2).check()
     with pytest.raises(ValueError, match="val=23 images cannot be held out of the 23"):
         Latents(write(tmp_path / "b"), val=23).dataset("val")
 
@@ -115,11 +101,9 @@ def test_what_is_missing_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("num", odd) for odd in ("x", -1, 0, 1e3, None, True, 10**18)],
-        *[("shard_size", odd) for odd in (0, -1, "4", 2.5)],
-        *[("image_shape", odd) for odd in ([3], ["a", "b", "c"], [3, 16, 1e9], "abc")],
-        *[("classes", odd) for odd in ([1], [[1]], 5)],
-        *[("vae_sha256", 5), ("images", None), ("vae", []), ("flips", "yes"), ("wings", 2)],
+        *[("num", odd) for odd in ("x", -1, True, 10**18)],
+        *[("shard_size", 0), ("image_shape", [3]), ("image_shape", [3, 16, 1e9])],
+        *[("classes", [1]), ("vae_sha256", 5), ("flips", "yes"), ("wings", 2)],
     ],
 )
 def test_an_index_with_odd_values_is_damaged(tmp_path, name, value):
@@ -127,15 +111,6 @@ def test_an_index_with_odd_values_is_damaged(tmp_path, name, value):
     index = json.loads((tmp_path / "a" / "index.json").read_text())
     (tmp_path / "a" / "index.json").write_text(json.dumps(index | {name: value}))
     with pytest.raises(ValueError, match="is damaged or no index of latents"):
-        Latents(folder, val=2).check()
-
-
-@pytest.mark.parametrize("name", ["index.json", "latents-00002.safetensors"])
-def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path, name):
-    folder = write(tmp_path / "a")
-    (tmp_path / "a" / name).unlink()
-    os.mkfifo(tmp_path / "a" / name)
-    with pytest.raises(ValueError, match=f"{name} is no regular file, but a pipe"):
         Latents(folder, val=2).check()
 
 

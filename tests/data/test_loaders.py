@@ -85,18 +85,6 @@ def test_an_epoch_goes_on_after_the_batches_that_were_done(workers):
     assert len(numbers) == 5
 
 
-def test_the_trainer_is_asked_when_the_first_batch_is_wanted():
-    calls = []
-    numbers = ResumableLoader(
-        DATA, lambda: calls.append(1) or 0, sampler=ShuffledSampler(DATA, 3), batch_size=2
-    )
-    batches = iter(numbers)
-    assert not calls
-    next(batches)
-    assert calls == [1]
-    assert values(ResumableLoader(DATA, lambda: 1, batch_size=5)) == [[*range(5, 10)]]
-
-
 class Indices(Callback):
     """The indices of the images of each batch; saves after batch `save`, or its validation."""
 

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from PIL import Image
 from support.bucket import bucket
-from support.commands import call
 from support.pictures import class_folders, picture
 from support.resuming import Recipe, assert_undisturbed, resume_on_two_ranks
-from support.small_digits import small_digits
 from support.spawn import spawn
 from support.streamed import digits, from_files, open_digits, png, write
 from torchvision.transforms.functional import pil_to_tensor
@@ -127,11 +124,9 @@ def test_the_fingerprint_follows_the_set_and_the_crop_but_not_its_place(root, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "workers"), [(3, (0, 0)), (8, (2, 0))])
-def test_a_run_that_died_ends_as_one_that_did_not(tmp_path, batch, workers):
-    """Within its first or second epoch, of five batches."""
-    recipe = Recipe(("EMA", "NoiseLevelLoss"), workers, data=digits(tmp_path / "set"))
-    assert_undisturbed(tmp_path, recipe, batch)
+def test_a_run_that_died_in_its_second_epoch_ends_as_one_that_did_not(tmp_path):
+    recipe = Recipe(("EMA", "NoiseLevelLoss"), (2, 0), data=digits(tmp_path / "set"))
+    assert_undisturbed(tmp_path, recipe, 8)
 
 
 @pytest.mark.slow
@@ -149,15 +144,6 @@ def test_what_holds_no_set_is_named(tmp_path, monkeypatch):
     missing = pytest.raises(ValueError, match=r"s3://ours/none cannot be opened.*404")
     with bucket(tmp_path, monkeypatch), missing:
         StreamedImages("s3://ours/none", 2, 16).prepare_data()
-    for other in ("hf://datasets/ours", "local:/data"):
-        with pytest.raises(ValueError, match=f"in a folder or in s3:// or gs://, got {other}"):
-            StreamedImages(other, 2, 16)
-
-
-def test_without_litdata_the_message_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "litdata", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[streaming\]'"):
-        StreamedImages(str(tmp_path), 2, 16).prepare_data()
 
 
 SOLID = solid(range(9))
@@ -172,14 +158,11 @@ def edit_index(folder, edit):
 @pytest.mark.parametrize(
     ("samples", "options", "message"),
     [
-        ([{"jpg": b"", "cls": 1}] * 9, {}, r"no 'image', but \['jpg', 'cls'\].*name their keys"),
         (SOLID, {"num_classes": 2}, r"Sample \d of .*set has no 'label', but \['image'\]"),
         ([1] * 9, {}, "has no 'image', but int: samples must be dictionaries"),
         ([{**s, "label": 2} for s in SOLID], {"num_classes": 2}, r"has the label 2, .* \[0, 2\)"),
-        ([{**s, "label": "a"} for s in SOLID], {"num_classes": 2}, "has the label 'a'"),
         (SOLID, {"image_size": 3}, "is only 2 pixels .* less than 3"),
         (SOLID, {"channels": 3}, "has mode L, not RGB: .*strict=false"),
-        (SOLID, {"val": 9}, "val=9 images cannot be held out of the 9"),
         ([{"image": {1, 2}}] * 9, {}, "samples of the format 'pickle'"),
         ([{"image": b"no picture"}] * 9, {}, r"Sample \d of .*set cannot be read \(cannot"),
     ],
@@ -189,12 +172,6 @@ def test_sets_that_do_not_fit_are_named_before_training(tmp_path, samples, optio
     options = {"val": 2, "image_size": 2, "channels": 1} | options
     with pytest.raises((ValueError, OSError), match=message):
         StreamedImages(folder, **options).prepare_data()
-
-
-def test_pictures_that_do_not_fit_are_converted_only_on_demand(tmp_path):
-    folder = write(tmp_path / "set", SOLID)
-    data = StreamedImages(folder, 2, image_size=3, strict=False, num_workers=0)
-    assert data.images("train").shape == (7, 3, 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +214,7 @@ def test_modules_that_an_index_names_are_not_imported(tmp_path, monkeypatch):
     assert (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("name", ["../other/chunk-0-0.bin", "/etc/passwd", ".."])
+@pytest.mark.parametrize("name", ["../other/chunk-0-0.bin", "/etc/passwd"])
 def test_files_elsewhere_are_not_read(tmp_path, name):
     folder = Path(write(tmp_path / "set", solid(range(3))))
     write(tmp_path / "other", solid(range(3)))
@@ -261,22 +238,6 @@ PAGE = (Path(__file__).parents[2] / "docs" / "streaming.md").read_text()
 def file_of_page(name):
     """A file that the page writes."""
     return PAGE.split(f"cat > {name} <<'END'\n")[1].split("END\n")[0]
-
-
-@pytest.mark.slow
-def test_the_settings_shown_train(folder, capfd):
-    """The ten lines of the page beside another module, and a mistake in them."""
-    settings = yaml.safe_load(file_of_page("faces.yaml"))
-    arguments = settings["data"]["init_args"]
-    digits(folder / "set")
-    arguments |= {"train": "set", "val": "set", "image_size": 8, "num_classes": 10}
-    arguments |= {"channels": 1, "batch_size": 64, "num_workers": 1}
-    (folder / "small.yaml").write_text(json.dumps(small_digits(2, limit_val_batches=1)))
-    (folder / "faces.yaml").write_text(json.dumps(settings))
-    command = "fit --config small.yaml --config faces.yaml"
-    assert call(f"{command} --data.init_args.train=none") == 2
-    assert "none holds no index.json" in capfd.readouterr().err
-    assert call(command) == 0
 
 
 @pytest.mark.slow

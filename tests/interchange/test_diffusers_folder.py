@@ -24,7 +24,6 @@ from lit_diffusion.interchange.diffusers_folder import (
 from lit_diffusion.interchange.published import convert
 from lit_diffusion.losses import HybridLoss, Simple
 from lit_diffusion.modules.vae import VAECodec
-from lit_diffusion.networks.conditions import Classes
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import EDMPreconditioning, Epsilon, Sample, Velocity
@@ -111,7 +110,7 @@ def close(images, expected):
     ("parameterization", "betas", "variance", "steps"),
     [
         (Epsilon(), LinearBetas(40), FixedSmall(), 40),
-        (Sample(), CosineBetas(40), FixedSmall(), 40),
+        (Sample(), CosineBetas(40), FixedSmall(), 7),
         (Velocity(), CosineBetas(40), FixedSmall(), 7),
         (Epsilon(), CosineBetas(40), FixedLarge(), 7),
         (Epsilon(), LinearBetas(40), LearnedRange(), 7),
@@ -142,7 +141,6 @@ LEARNED = {"loss": HybridLoss(Simple())}
     ("make", "arguments", "solver", "changes", "expected"),
     [
         (unet, {}, DDPM(FixedSmall(), steps=7), {}, "DDPMScheduler, .* same: .* most [0-9.]+e-0"),
-        (unet, {"num_classes": 3}, DDPM(FixedSmall(), steps=7), {}, "images are the same"),
         (unet, {"out_channels": 2}, DDPM(LearnedRange(), steps=7), LEARNED, "images are the same"),
         (unet, {}, DPMSolverPP(7), {}, r"run by DPMSolverPP\(.*In 7 steps .* are not the same"),
         (dit, {}, STRIDES, {}, "DDIMScheduler, .* images are the same"),
@@ -207,16 +205,6 @@ def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
     close(images, (expected / 2 + 0.5).clamp(0, 1))
 
 
-def test_labels_are_exported_and_remarked_on(tmp_path):
-    network = fill_(UNet(**ARGUMENTS, num_classes=3))
-    classes = {"num_classes": 3, "null_class": True}
-    condition = {"class_path": f"{Classes.__module__}.Classes", "init_args": classes}
-    for labels in ({"num_classes": 3}, {"num_classes": None, "condition": condition}):
-        (remark,) = write(tmp_path, module(network, num_classes=3), ARGUMENTS | labels)
-        assert "takes labels" in remark
-        assert read_model(tmp_path)[0]["num_class_embeds"] == 4
-
-
 def test_what_diffusers_cannot_express_is_refused_by_name(tmp_path):
     for changes, message in (
         ({"process": ContinuousVP(), "solver": DDIM(3)}, "has betas, and ContinuousVP"),
@@ -262,17 +250,6 @@ def test_what_a_folder_lacks_is_named(lacking, tmp_path):
         convert(tmp_path / "cut", "diffusers-unet", tmp_path / "out", {})
 
 
-def test_another_folder_than_that_of_a_vae_is_refused(tmp_path):
-    (tmp_path / "vae").mkdir()
-    latents = latent_module()
-    assert "AutoencoderKL" in write(tmp_path / "without", latents, DIT)[1]
-    with pytest.raises(ValueError, match="vae must be the folder of an AutoencoderKL"):
-        write(tmp_path / "out", latents, DIT, str(tmp_path / "vae"))
-    with pytest.raises(ValueError, match=r"vae is for a DiT, .* not a UNet"):
-        write(tmp_path / "out", module(), vae=str(tmp_path / "vae"))
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.fixture
 def vae(tmp_path):
     folder = tmp_path / "pipe" / "vae"
@@ -283,7 +260,7 @@ def vae(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("out", ["elsewhere", "pipe", "pipe/vae/sub"])
+@pytest.mark.parametrize("out", ["elsewhere", "pipe"])
 def test_the_files_of_a_vae_are_copied_wherever_it_is(vae, tmp_path, out):
     latents = latent_module()
     for _ in range(2):

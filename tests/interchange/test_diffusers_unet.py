@@ -111,14 +111,6 @@ def test_what_our_unet_cannot_express_is_refused_by_name(name, value):
         from_config(to_config(UNETS["one width attends"]) | {name: value})
 
 
-def test_norm_of_the_middle_attention_left_out_is_refused():
-    config = to_config(UNETS["one width attends"]) | {"attn_norm_num_groups": None}
-    with pytest.raises(ValueError, match="attn_norm_num_groups=None"):
-        from_config(config)
-    config |= {"resnet_time_scale_shift": "default"}
-    assert not from_config(config)["scale_shift_norm"]
-
-
 def test_fixed_arguments_are_those_of_diffusers():
     diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     config = dict(diffusers.UNet2DModel(block_out_channels=(32,) * 4).config)

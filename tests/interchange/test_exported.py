@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -56,17 +54,6 @@ torch.save(load_network(sys.argv[1])(x, t, labels).detach(), sys.argv[2])
 """
 
 
-@pytest.mark.slow
-def test_it_is_read_where_lightning_cannot_be_imported(tmp_path):
-    network = write(tmp_path / "exported")
-    torch.save((*batch(), condition("labels")), tmp_path / "x.pt")
-    code = [sys.executable, "-c", WITHOUT_LIGHTNING, tmp_path / "exported", tmp_path / "x.pt"]
-    done = subprocess.run(code, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    output = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert torch.equal(output, network(*batch(), condition("labels")))
-
-
 def test_weights_of_another_export_are_refused(tmp_path):
     write(tmp_path)
     state = load_file(tmp_path / WEIGHTS)
@@ -99,7 +86,6 @@ ODD = r"network\.json is damaged .*other types"
     [
         ({"network": {"class_path": "this.prints", "init_args": {}}}, "of class this.prints, and"),
         ({"network": [1]}, ODD),
-        ({"network": {"init_args": 0}}, ODD),
         ({"weights": [1]}, ODD),
     ],
 )
@@ -110,16 +96,6 @@ def test_nothing_is_imported_that_a_record_names_and_odd_values_are_damage(
     record = json.loads((tmp_path / RECORD).read_text())
     (tmp_path / RECORD).write_text(json.dumps(record | changes))
     with pytest.raises(ValueError, match=message):
-        load_network(tmp_path)
-
-
-def test_a_damaged_or_missing_record_is_named(tmp_path):
-    write(tmp_path)
-    (tmp_path / RECORD).write_text("{")
-    with pytest.raises(ValueError, match=r"network.json is damaged"):
-        load_network(tmp_path)
-    (tmp_path / RECORD).unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no network.json; write it with"):
         load_network(tmp_path)
 
 
@@ -144,8 +120,6 @@ def test_of_several_sets_of_weights_in_a_file_the_averages_are_read(tmp_path):
     [
         ({"opt": WordIds(7)}, "holds pickled code, which is never run"),
         ([1], "holds no state_dict"),
-        ({7: torch.zeros(1)}, "holds no state_dict"),
-        (b"PK" + bytes(40), "is damaged or of no such format"),
         (b"", "is damaged or of no such format"),  # an EOFError without a message
     ],
 )

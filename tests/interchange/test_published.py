@@ -128,8 +128,6 @@ def test_the_arguments_of_a_dit_are_found():
     ("tag", "kind", "missing", "message"),
     [
         ("id_A", "id", "num_heads", "shapes cannot tell num_heads: give --network.num_heads=VALUE"),
-        ("gd_B", "gd", "head_channels", "num_heads=VALUE or --network.head_channels=VALUE"),
-        ("gd_A", "gd", "split_heads_first", "use_new_attention_order"),
         ("gd_classifier", "gd", "head_channels", "A classifier has 64"),
         ("uvit_cond", "uvit", "null_class", "the last row is for none"),
         ("uvit_uncond", "gd", "num_heads", "is not of --kind guided-diffusion: it lacks input"),
@@ -146,14 +144,3 @@ def test_weights_that_the_architecture_has_not_are_named():
         infer(published("id_A") | {"wings.weight": torch.ones(1)}, KINDS["id"], OVERRIDES["id_A"])
     with pytest.raises(ValueError, match=r"UNet cannot be built: .*'wings'"):
         infer(published("id_A"), KINDS["id"], OVERRIDES["id_A"] | {"wings": 2})
-
-
-def test_where_shapes_fit_two_depths_it_is_asked_which():
-    """A classifier of one width, whose attention is in the middle alone."""
-    sizes = {"image_size": 16, "in_channels": 3, "out_channels": 7, "model_channels": 64}
-    sizes |= {"channel_mult": (1, 1, 1, 1), "attention_downsample": (), "num_res_blocks": 2}
-    state = meta(lambda: EncoderUNet(**sizes))
-    with pytest.raises(ValueError, match=r"num_res_blocks of .*2.*; say which"):
-        infer(state, KINDS["gd"], OVERRIDES["gd_classifier"])
-    overrides = OVERRIDES["gd_classifier"] | {"num_res_blocks": 2}
-    assert infer(state, KINDS["gd"], overrides)[1]["channel_mult"] == [1, 1, 1, 1]

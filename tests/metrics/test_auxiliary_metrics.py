@@ -68,12 +68,6 @@ def test_half_of_new_images_are_as_near_to_training_images_as_held_out_ones(tmp_
     assert score(metrics, 0 * VAL)[1]["memorized"] == 0
 
 
-def test_samples_that_repeat_one_image_have_precision_without_recall(tmp_path):
-    _, values = score(build(tmp_path), TRAIN[:1].repeat(100, 1, 1, 1))
-    assert values["pixel precision"] == 1
-    assert values["pixel recall"] < 0.05
-
-
 def test_pixels_show_what_the_extractor_overlooks(tmp_path):
     """The extractor gives the first four pixels alone, of which nothing is changed."""
     changed = TRAIN.clone()
@@ -124,30 +118,3 @@ def test_a_large_set_is_represented_by_evenly_spaced_images(tmp_path, monkeypatc
     assert [changed[name] for name in FRACTIONS] == [first[name] for name in FRACTIONS]
     others[::10] = 0
     assert score(metrics, others)[1]["pixel recall"] != first["pixel recall"]
-
-
-def test_floors_are_of_images_with_the_labels_of_the_samples(tmp_path):
-    mixed, same = (
-        {each.name: each.reference.floor for each in build(tmp_path, num=60, labels=x).comparisons}
-        for x in ([0, 1, 2] * 20, [1] * 60)
-    )
-    assert all(mixed[name] != same[name] for name in DISTANCES)
-
-
-def test_a_broken_file_of_features_is_named(tmp_path):
-    build(tmp_path)
-    path = next(tmp_path.glob("pixels-*-features-*.npy"))
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match=f"{path.name} is damaged .*delete it"):
-        build(tmp_path)
-
-
-def test_without_finite_features_precision_and_recall_are_left_out(tmp_path):
-    metrics = build(tmp_path)
-    samples, extractor = metrics.accumulator(), metrics.comparisons[0].scorer.extractor
-    extractor.forward = lambda images: torch.full((len(images), 4), torch.nan)
-    assert samples.add(TRAIN).isnan().all()
-    fid, values = samples.compute()
-    assert fid != fid
-    assert not {"precision", "recall"} & values.keys()
-    assert values["pixel recall"] == 1

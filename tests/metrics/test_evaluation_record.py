@@ -10,7 +10,6 @@ from lit_diffusion.metrics.evaluation_record import (
     FIDRecord,
     ImageCount,
     count_training_images,
-    finite_or_none,
     is_repeat,
     parse_image_count,
     write_evaluation,
@@ -90,9 +89,6 @@ def test_images_are_counted_by_batches_through_a_resume(tmp_path, accumulated, e
     first.save_checkpoint(tmp_path / "c.ckpt")
     second.fit(Rising(), loader(12, batch_size=2), ckpt_path=tmp_path / "c.ckpt")
     assert count_training_images(second) == 36
-    without_batch_size = trainer(tmp_path, [])
-    without_batch_size.fit(Rising(), list(loader(4)))
-    assert count_training_images(without_batch_size) is None
 
 
 def test_the_clock_estimates_after_one_batch_and_reports_progress(caplog, monkeypatch):
@@ -107,23 +103,6 @@ def test_the_clock_estimates_after_one_batch_and_reports_progress(caplog, monkey
     assert clock.seconds() == {"generate": 24, "total": 24, "estimated": 24}
     assert "40 samples take about" in caplog.text
     assert "20 of 40" in caplog.text
-
-
-def test_lines_of_others_stay_and_nan_is_null(path):
-    write_evaluation(path, record())
-    path.write_text('{"command": "evaluate"}\n')
-    write_evaluation(path, record(value=finite_or_none(float("nan")), non_finite=3))
-    first, second = lines(path)
-    assert first == {"command": "evaluate"}
-    assert (second["value"], second["sampling"]) == (None, {"solver": "DDIM", "steps": 20})
-
-
-def test_batches_of_another_size_count_from_where_they_begin():
-    first, unknown = ImageCount(0, 0, 64), ImageCount(0, 0, None)
-    assert first.resumed(100, 64) == first
-    assert first.resumed(100, 32).resumed(110, 16).at(111) == 6400 + 320 + 16
-    for count in (unknown, unknown.resumed(10, 64), first.resumed(10, None)):
-        assert count.at(20) is None
 
 
 def test_a_count_is_parsed_as_a_checkpoint_holds_it():

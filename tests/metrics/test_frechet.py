@@ -52,12 +52,3 @@ def test_float32_features_are_summed_in_float64():
     assert distance(fake, real) == pytest.approx(
         by_torch_fidelity(fake.double(), real.double()), rel=1e-3
     )
-
-
-def test_real_sums_can_be_taken_out_and_put_into_another_metric():
-    fake, real = normal(60, 4, 0), normal(60, 4, 1)
-    first, second = FrechetDistance(4), FrechetDistance(4)
-    first.update(real, real=True)
-    second.add_real_sums(first.real_sums())
-    second.update(fake, real=False)
-    assert second.compute().item() == distance(fake, real, batch=60)

@@ -119,22 +119,35 @@ def test_the_floor_is_the_mean_over_draws_of_images_with_the_samples_labels(tmp_
     assert max(balanced.floors) < min(as_they_come.floors)
 
 
-def test_the_number_of_images_with_the_samples_labels_is_named(tmp_path):
-    labels = torch.tensor([0] * 30 + [1] * 10)
-    others = ImageSet("train", TensorDataset(random_images(40, 1), labels))
-    wanted = [seed % 2 for seed in range(30)]
-    for _ in range(2):  # the second is from the cache
-        reference = measure_reference(
-            pixel_scorer(), random_set(30, 0), others, 30, tmp_path, wanted
-        )
-        assert reference.floor_images == "30 train images, 25 with the samples' labels, against val"
-
-
 def test_without_other_images_one_half_is_compared_with_the_other(tmp_path):
     reference = measure_reference(pixel_scorer(), random_set(400, 0), None, 10_000, tmp_path)
     assert reference.floor_images == "200 val images against 200 others of them"
     assert reference.floor > reference.floor_sd > 0
     assert reference.num_images == 400
+
+
+def test_too_few_images_and_features_that_are_not_finite_are_refused(tmp_path):
+    scorer = pixel_scorer()
+    with pytest.raises(ValueError, match="got 3 of val"):
+        measure_reference(scorer, random_set(3, 0), None, 10, tmp_path)
+    scorer.extractor.forward = lambda images: torch.full((len(images), FEATURES), torch.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        measure_reference(scorer, random_set(30, 0), None, 10, tmp_path)
+
+
+def test_a_draw_has_the_wanted_labels_as_far_as_there_are_enough():
+    number = 1
+    drawn = draw_by_labels(LABELS, {0: 5, 1: 5, 2: 5}, 15, number)
+    assert len(set(drawn)) == 15
+    assert Counter(LABELS[i] for i in drawn) == {0: 5, 1: 5, 2: 5}
+    drawn = draw_by_labels(LABELS, {0: 10, 1: 10, 2: 10}, 30, number)
+    counts = Counter(LABELS[i] for i in drawn)
+    assert len(set(drawn)) == 30
+    assert counts[2] == 5
+    assert min(counts[0], counts[1]) >= 10
+    drawn = draw_by_labels(LABELS, {}, 20, number)
+    assert drawn == draw_by_labels([-1] * 75, {}, 20, number) == shuffled_range(75, number)[:20]
+    assert drawn != draw_by_labels(LABELS, {}, 20, number + 1)
 
 
 def test_features_are_float32_under_autocast():
@@ -147,27 +160,3 @@ def test_features_are_float32_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scorer.features(random_images(4, 0))
     assert is_enabled == [False]
-
-
-def test_too_few_images_and_features_that_are_not_finite_are_refused(tmp_path):
-    scorer = pixel_scorer()
-    with pytest.raises(ValueError, match="got 3 of val"):
-        measure_reference(scorer, random_set(3, 0), None, 10, tmp_path)
-    scorer.extractor.forward = lambda images: torch.full((len(images), FEATURES), torch.nan)
-    with pytest.raises(ValueError, match="not finite"):
-        measure_reference(scorer, random_set(30, 0), None, 10, tmp_path)
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_a_draw_has_the_wanted_labels_as_far_as_there_are_enough(number):
-    drawn = draw_by_labels(LABELS, {0: 5, 1: 5, 2: 5}, 15, number)
-    assert len(set(drawn)) == 15
-    assert Counter(LABELS[i] for i in drawn) == {0: 5, 1: 5, 2: 5}
-    drawn = draw_by_labels(LABELS, {0: 10, 1: 10, 2: 10}, 30, number)
-    counts = Counter(LABELS[i] for i in drawn)
-    assert len(set(drawn)) == 30
-    assert counts[2] == 5
-    assert min(counts[0], counts[1]) >= 10
-    drawn = draw_by_labels(LABELS, {}, 20, number)
-    assert drawn == draw_by_labels([-1] * 75, {}, 20, number) == shuffled_range(75, number)[:20]
-    assert drawn != draw_by_labels(LABELS, {}, 20, number + 1)

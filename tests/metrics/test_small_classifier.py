@@ -15,7 +15,6 @@ from lit_diffusion.metrics.small_classifier import (
     SmallClassifier,
     contrastive_loss,
     jitter,
-    stage_widths,
     train_extractor,
 )
 
@@ -82,7 +81,7 @@ def test_jitter_turns_scales_and_shifts_as_much_as_it_says():
         assert 0.9 * most < values.abs().max() < 1.2 * most
 
 
-@pytest.mark.parametrize(("channels", "size"), [(1, (3, 5)), (2, (16, 24)), (4, (37, 64))])
+@pytest.mark.parametrize(("channels", "size"), [(1, (3, 5)), (4, (37, 64))])
 def test_images_of_any_size_and_number_of_channels_are_scored(tmp_path, channels, size):
     path = tmp_path / "own.safetensors"
     images = random(24, channels, *size)
@@ -126,12 +125,6 @@ def test_contrast_is_the_papers_equation():
     assert contrastive_loss(one, other, 0.3).item() == pytest.approx(total / 10, rel=1e-12)
 
 
-@pytest.mark.parametrize("side", [1, 2, 3, 8, 31, 32, 64, 256, 512])
-def test_stages_leave_a_map_that_is_small_and_not_empty(side):
-    smallest = side // 2 ** (len(stage_widths(side)) - 1)
-    assert (4 if side >= 16 else 1) <= smallest <= 7
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [("own.ckpt", {}), ("own.safetensors", {"steps": 0}), ("own.safetensors", {"batch_size": 1})],
@@ -171,11 +164,3 @@ def test_another_file_is_refused_by_name(tmp_path):
     save_file(state, path, {"extractor": json.dumps(record)})
     with pytest.raises(ValueError, match=r"own.safetensors .* \(head.bias must be finite"):
         TrainedCNN(path)
-
-
-def test_floats_and_images_of_another_shape_are_refused():
-    with pytest.raises(TypeError, match="uint8"):
-        network()(torch.zeros(2, 1, 8, 8))
-    for shape in ((1, 16, 16), (3, 8, 8)):
-        with pytest.raises(ValueError, match=r"\(1, 8, 8\), got"):
-            network()(torch.zeros(2, *shape, dtype=torch.uint8))

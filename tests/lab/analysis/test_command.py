@@ -107,18 +107,6 @@ def test_images_of_the_same_seeds_are_compared(capsys):
     assert Path("out/consistency.png").is_file()
 
 
-@pytest.mark.slow
-def test_nearest_images_are_of_all_sets_that_models_were_trained_on():
-    for name, part in (("half-0", [0, 2]), ("half-1", [1, 2])):
-        write_scored_run(Path(name))
-        settings = yaml.safe_load(Path(name, "config.yaml").read_text())
-        settings["data"]["init_args"]["part"] = part
-        Path(name, "config.yaml").write_text(yaml.safe_dump(settings))
-    for out, models in {"1": "half-0 half-1", "2": "a a"}.items():
-        assert analyze(f"consistency {models} --num 8", out) == 0
-    assert numbers("consistency", "1")["nearest"] == numbers("consistency", "2")["nearest"]
-
-
 def test_losses_on_a_line_are_those_of_the_weights_there(capsys):
     assert analyze("interpolate a b --images 4 --levels 0.5 --points 3 --align") == 0
     values = arrays("interpolation")["values"]
@@ -159,9 +147,7 @@ def test_the_trajectory_of_a_run_lies_in_its_plane(capsys):
     assert arrays("landscape")["x"][-1] == pytest.approx(1.2 * np.abs(points).max())
 
 
-@pytest.mark.parametrize(
-    ("command", "changed"), [("interpolate a b", A), ("interpolate a b", B), ("landscape a", A)]
-)
+@pytest.mark.parametrize(("command", "changed"), [("interpolate a b", B), ("landscape a", A)])
 def test_a_folder_is_of_the_weights_that_were_analyzed(command, changed, capsys):
     command += " --images 2 --levels 0.5 --points 2"
     assert analyze(command) == 0
@@ -182,12 +168,8 @@ def test_lines_between_other_kinds_of_models_are_refused(capsys):
 
 
 @pytest.mark.slow
-def test_a_step_of_lanczos_gives_the_curvature_along_a_vector_of_each_process(monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, text in (("1", "Other processes are at work"), ("0", "largest")):
-        monkeypatch.setenv("RANK", rank)
-        assert analyze("hessian a --images 4 --levels 0.5 --steps 1 --vectors 2") == 0
-        assert text in capsys.readouterr().out
+def test_a_step_of_lanczos_gives_the_curvature_along_a_vector():
+    assert analyze("hessian a --images 4 --levels 0.5 --steps 1 --vectors 2") == 0
     module = load(A, "raw")
     product, like = hessian_product(lambda: loss_at(module, 0.5, 4), module.parameters())
     for seed in (0, 1):
@@ -203,12 +185,8 @@ def test_a_step_of_lanczos_gives_the_curvature_along_a_vector_of_each_process(mo
         ("spectrum runs/a", "say consistency, interpolate, landscape, hessian first"),
         ("consistency a", "two models and two seeds are the least, got 1 and 32"),
         ("consistency a nowhere", "nowhere"),
-        ("consistency a b --batch-size 0", "batch_size must be >= 1, got 0"),
-        ("consistency a b --extractor unknown", "unknown"),
-        ("landscape a --points 1", "points must be >= 2, got 1"),
         ("landscape a --span nan", "--span: must be a finite number, got nan"),
         ("landscape a --path a a", "--path needs two or more checkpoints"),
-        ("interpolate a b --points 1", "points must be >= 2, got 1"),
         ("hessian a --vectors -1", "vectors must be >= 1, got -1"),
         ("hessian a --weights ema_0.5", "ema_0.5"),
     ],
@@ -218,10 +196,9 @@ def test_a_mistake_is_refused_before_work_starts(command, rule, capsys):
     assert rule in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["hessian a", "landscape a", "interpolate a b"])
-def test_losses_that_are_not_finite_are_refused_before_work_starts(command, capsys):
+def test_losses_that_are_not_finite_are_refused_before_work_starts(capsys):
     rewrite(A, A, lambda content: scale_weights(content, float("nan")))
-    assert analyze(f"{command} --images 4 --levels 0.5") == 2
+    assert analyze("landscape a --images 4 --levels 0.5") == 2
     assert "nan" in capsys.readouterr().err
 
 

@@ -68,19 +68,6 @@ def test_the_norm_is_a_part_of_the_curvature():
     torch.testing.assert_close(hessian_product(loss, module.parameters())[1], exact)
 
 
-def test_transposed_convolutions_have_the_norm_of_torch_s_own():
-    torch.manual_seed(0)
-    layer = spectral_norm(nn.ConvTranspose2d(3, 6, 2), n_power_iterations=200)
-    expected = layer.weight.detach().clone()
-    use_exact_spectral_norm_(layer)
-    torch.testing.assert_close(layer.weight, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_the_older_spectral_norm_is_refused():
-    with pytest.raises(ValueError, match=r"0 has torch\.nn\.utils\.spectral_norm"):
-        use_exact_spectral_norm_(nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2))))
-
-
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     path = tmp_path_factory.mktemp("a") / "checkpoints/last.ckpt"
@@ -114,10 +101,7 @@ def test_losses_are_of_their_level_or_of_a_level_by_index(loaded):
         assert loss().item() == pytest.approx(expected.item())
 
 
-@pytest.mark.parametrize(
-    ("num", "levels"),
-    [(1, [0.5]), (1438, [0.5]), (6, [0.5, 1.1]), (6, [0.1234567, 0.1234568]), (6, [])],
-)
+@pytest.mark.parametrize(("num", "levels"), [(1438, [0.5]), (6, [0.5, 1.1])])
 def test_numbers_out_of_range_are_refused(loaded, num, levels):
     rule = "--levels must be different" if num == 6 else f"--images must be 2 to 1437, got {num}"
     with pytest.raises(ValueError, match=rule):

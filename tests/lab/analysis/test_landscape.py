@@ -1,14 +1,10 @@
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.fixed_losses import copy_weights
 from lit_diffusion.lab.analysis.landscape import (
-    draw_landscape,
     normalize_filters,
     principal_plane,
     project,
@@ -57,19 +53,3 @@ def test_the_principal_plane_of_a_path_in_a_plane_is_that_plane():
             torch.testing.assert_close(point, state[n], atol=1e-4, rtol=0)
     off = [*states, {n: center[n] + d for n, d in random_directions(net, seed=9)[0].items()}]
     assert principal_plane(off, center, names)[1] < 0.99
-
-
-@pytest.mark.parametrize(("shift", "label"), [(-1, "loss"), (1, "log10 loss")])
-def test_a_trajectory_is_drawn_on_contours_in_the_colours_of_their_bar(shift, label, monkeypatch):
-    axis, figures = np.linspace(-1, 1, 5), []
-    monkeypatch.setattr(common, "save_figure", lambda figure, *_: figures.append(figure))
-    values = np.add.outer(axis**2, axis**2)[None] + shift
-    points = np.array([[-0.5, 0.5], [0.5, -0.5]])
-    draw_landscape(["u"], axis, values, Path("way.png"), points)
-    assert np.array_equal(figures[0].axes[0].lines[0].get_xydata(), points)
-    heights = np.log10(values) if label == "log10 loss" else values
-    (bar,) = (axes for axes in figures[0].axes if axes.get_ylabel() == label)
-    lowest, highest = bar.get_ylim()
-    spacing = (heights.max() - heights.min()) / 20  # of the levels, at most
-    assert heights.min() - spacing < lowest <= heights.min()
-    assert heights.max() <= highest < heights.max() + spacing

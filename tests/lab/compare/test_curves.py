@@ -30,8 +30,7 @@ def first_crossing(steps, fids, target):
     return Curve("0", tuple(steps), tuple(fids)).crossing(target)
 
 
-@pytest.mark.parametrize("crossing", [150.0, 1234.5, 2000.0])
-@pytest.mark.parametrize("spacing", [7, 950])
+@pytest.mark.parametrize(("crossing", "spacing"), [(150.0, 950), (1234.5, 7), (2000.0, 950)])
 def test_a_curve_that_is_linear_in_log_fid_is_crossed_exactly_whatever_the_spacing(
     crossing, spacing
 ):
@@ -89,7 +88,6 @@ def test_what_all_runs_owe_to_a_set_of_samples_does_not_count_between_them():
     ("options", "message"),
     [
         ({"steps": (), "fids": ()}, "as many FIDs as steps, and one at least, got 0 for 0"),
-        ({"steps": (1, 2), "fids": (1.0,)}, "got 1 for 2"),
         ({"steps": (1, 1), "fids": (2.0, 1.0)}, "steps must increase, got 1 after 1"),
         ({"steps": (1,), "fids": (0.0,)}, "FIDs must be > 0, got 0"),
         ({"steps": (1,), "fids": (1.0,), "repeats": (-0.5,)}, "FIDs must be > 0, got -0.5"),
@@ -149,15 +147,6 @@ def test_what_a_report_writes_is_read_back(table):
     assert read_arms([table(to_csv(curve_records(arms)))]) == arms
 
 
-def test_rows_may_be_in_any_order_and_in_several_files(table):
-    one = table("arm,seed,step,fid\na,0,200,3\na,1,100,4\n")
-    two = table("fid,arm,step,seed,comment\n5,a,100,0,x\n7,b,100,0,y\n", "two.csv")
-    first, second = read_arms([one, two])
-    assert [curve.seed for curve in first.curves] == ["0", "1"]
-    assert (first.curves[0].steps, first.curves[0].fids) == ((100, 200), (5, 3))
-    assert second.name == "b"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -176,22 +165,12 @@ def test_a_file_may_hold_odd_spaces_no_fid_images_and_repeats(table, text, expec
     assert all(math.isnan(fid) or fid < 7 for fid in curve.fids)
 
 
-def test_a_file_in_another_encoding_is_refused(tmp_path):
-    (tmp_path / "old.csv").write_bytes("arm,step,fid\n\u00e4,1,2\n".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"old\.csv is damaged or no CSV file .*'utf-8'"):
-        read_arms([str(tmp_path / "old.csv")])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("arm,steps,fid\n", "needs the columns arm, step and fid, and has no step"),
-        ("arm,step,fid\n", "there are no rows in"),
         ("arm,step,fid\na,ten,5\n", "numbers.csv, line 2: step must be a number, got 'ten'"),
-        ("arm,step,fid\na,1,5\na,2\n", "line 3: fid must be a number"),
         ("arm,step,fid\na,1,5\na,1,4\n", "arm a, seed 0: steps must increase, got 1 after 1"),
-        ("arm,step,fid\na,1,5\n,2,4\n", "line 3: the arm has no name"),
-        ("arm,step,fid,repeat\na,1,5,1\n", "arm a, seed 0: a curve needs as many FIDs as steps"),
     ],
 )
 def test_mistakes_are_refused_with_their_place(table, text, message):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -13,7 +12,6 @@ import pytest
 
 from lit_diffusion.lab.compare import processes
 from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs
-from lit_diffusion.signals import InterruptedBySignal
 
 pytestmark = pytest.mark.usefixtures("folder", "terminal_signals")
 TOUCH = "open({!r}, 'w').close()\n"
@@ -98,7 +96,7 @@ def test_cores_are_shared_out_where_threads_are_not_set(monkeypatch):
     assert ended([job(code)]) == [("a", 7)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_stops_the_processes_and_starts_no_other(number):
     code = (
         "import signal, sys, time\n"
@@ -115,24 +113,6 @@ def test_a_signal_stops_the_processes_and_starts_no_other(number):
     assert getattr(raised.value, "signal", signal.SIGINT) == number
 
 
-def test_after_an_announcement_processes_have_the_time_that_they_need(monkeypatch):
-    """The job that is being requeued gets a SIGTERM, too, while some still save."""
-    monkeypatch.setattr(processes, "PATIENCE", 0.0)
-    code = (
-        "import signal, time\n"
-        "def save(*_):\n"
-        f"    {TOUCH.format('saving')}    time.sleep(0.3)\n"
-        f"    {TOUCH.format('done')}    raise SystemExit(75)\n"
-        "signal.signal(signal.SIGUSR1, save)\n"
-        f"{TOUCH.format('there')}time.sleep(60)"
-    )
-    interrupt(signal.SIGUSR1, "there")
-    interrupt(signal.SIGTERM, "saving")
-    with pytest.raises(InterruptedBySignal):
-        ended([job(code)])
-    assert Path("done").exists()
-
-
 def test_a_process_that_does_not_stop_is_killed_with_its_children(monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 0.05)
     child = "import signal, time, os; signal.signal(15, signal.SIG_IGN)\n"
@@ -146,38 +126,3 @@ def test_a_process_that_does_not_stop_is_killed_with_its_children(monkeypatch):
         ended([job(code)])
     status = Path(f"/proc/{Path('pid').read_text()}/status")
     wait_for(lambda: not status.exists() or "zombie" in status.read_text())
-
-
-def test_signals_that_are_ignored_stay_so():
-    """As under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        interrupt(signal.SIGHUP, "there")
-        assert ended([job(TOUCH.format("there") + WAIT.format("sent"))]) == [("a", 0)]
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def test_the_claim_of_a_log_lives_as_long_as_the_process_though_its_parent_was_killed():
-    log = Path("deep/a.log")
-    child = "import time; print('there', flush=True); time.sleep(60)"
-    code = (
-        "import pathlib, sys\n"
-        "from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs\n"
-        "log = claim_log(pathlib.Path('deep/a.log'))\n"
-        f"run_jobs([Job('a', [sys.executable, '-c', {child!r}], log)], 1, print)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code])
-    wait_for(lambda: log.exists() and "there" in log.read_text())
-    (pid,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-    parent.kill()
-    parent.wait()
-    assert claim_log(log) is None
-    os.kill(int(pid), signal.SIGKILL)
-    wait_for(lambda: claim_log(log) is not None)
-
-
-def test_a_pipe_in_the_place_of_a_log_is_refused_and_not_waited_for():
-    os.mkfifo("a.log")
-    with pytest.raises(ValueError, match=r"a\.log is no regular file, but a pipe"):
-        claim_log(Path("a.log"))

@@ -167,13 +167,6 @@ def test_csv_files_and_run_folders_give_the_same(tmp_path):
     assert build_report([str(table)]).result == report.result
 
 
-@pytest.mark.parametrize(("arms", "baseline"), [("ab", "a"), (("a", "baseline"), "baseline")])
-def test_of_a_csv_the_arm_called_baseline_or_the_first_is_the_baseline(tmp_path, arms, baseline):
-    rows = "".join(f"{arm},1,9\n{arm},2,{k + 3}\n" for k, arm in enumerate(arms))
-    (tmp_path / "fids.csv").write_text(f"arm,step,fid\n{rows}")
-    assert build_report([str(tmp_path / "fids.csv")]).comparison.baseline.name == baseline
-
-
 def test_a_seed_of_the_baseline_that_makes_the_target_easy_is_noted(tmp_path):
     bad = Curve("9", STEPS, (9.0,) * 19 + (5.0,))
     table = tmp_path / "fids.csv"

@@ -36,36 +36,12 @@ def write_records(path, *records):
     [
         ("sweep/clts/seed-3", "clts", "3"),
         ("sweep/md+clts/seed_12", "md+clts", "12"),
-        ("runs/lr-1e-3-seed0", "lr-1e-3", "0"),
         ("runs/seedling", "seedling", "seedling"),
     ],
 )
 def test_arm_and_seed_are_read_from_the_name_of_the_folder(path, arm, seed):
     run = read_run(Path(path))
     assert (run.arm, run.seed) == (arm, seed)
-
-
-def test_a_run_folder_may_be_named_from_inside_and_its_config_knows_the_seed_better(
-    folder, monkeypatch
-):
-    monkeypatch.chdir(write_run(folder / "clts" / "seed-4", [3.0], 2, steps=(100,)))
-    assert (read_run(Path(".")).arm, read_run(Path(".")).seed) == ("clts", "2")
-
-
-def test_runs_below_the_named_folders_are_read_each_once_also_behind_links(folder):
-    """Each of twelve leads to all: without a look at where they lead, there is no end of paths."""
-    runs = ["sweep/a/seed-0", "sweep/a/seed-1", "sweep/b/seed-0", "alone"]
-    for path in runs:
-        write_run(folder / path, [3.0], steps=(100,))
-    for n in range(12):
-        (folder / "sweep" / f"link-{n}").symlink_to(folder / "sweep")
-    (folder / "sweep" / "report").mkdir()
-    Path("a").mkdir()
-    Path("a/config.yaml").write_text("{}")
-    named = collect_runs(["sweep", "alone", "sweep/b", "a"])
-    assert [str(run.path) for run in named] == [*runs, "a"]
-    with pytest.raises(ValueError, match="sweep/report holds no run"):
-        collect_runs(["sweep/report"])
 
 
 def test_a_curve_has_the_last_points_of_its_metric_that_were_measured_as_most_and_no_repeats():
@@ -105,7 +81,6 @@ def test_logs_grids_and_the_first_and_latest_config_are_read(folder):
     [
         ("evaluations.jsonl", "{'step'\n", "a/evaluations.jsonl is damaged"),
         ("evaluations.jsonl", '{"metric": "val/fid_360", "step": 1}\n', "is no evaluation"),
-        ("ema-curve.jsonl", "[]\n", "a/ema-curve.jsonl is damaged"),
         ("metrics.csv", "step,train/loss\n1,abc\n", "a/metrics.csv is damaged"),
         ("config.yaml", "a: [1\n", "a/config.yaml, line 2: expected ',' or ']'"),
     ],
@@ -114,18 +89,6 @@ def test_a_broken_file_is_the_fault_of_its_run(file, text, fault):
     Path("a").mkdir()
     (Path("a") / file).write_text(text)
     assert fault in read_run(Path("a")).fault
-
-
-@pytest.mark.parametrize(("steps", "batches"), [(None, 90), (1, 45), (2, 60)])
-def test_rows_of_a_gan_count_its_batches(steps, batches):
-    model = {"init_args": {} if steps is None else {"discriminator_steps": steps}}
-    config = {"trainer": {"max_steps": 90}, "model": model}
-    rows = [{"step": str(step), "val/consistency": "1"} for step in range(9, batches, 10)]
-    whole = [Run(Path(arm), arm, "0", config, rows=rows) for arm in "ab"]
-    cut = Run(Path("c"), "c", "0", config, rows=rows[:-2])
-    selection = select([*whole, cut], metric="val/consistency")
-    assert set(selection.arms) == {"a", "b"}
-    assert selection.left_out[0][1].endswith(f" of {batches}")
 
 
 def test_fields_of_the_protocol_are_fields_of_the_record():
@@ -247,47 +210,20 @@ def test_the_protocol_is_that_of_most_runs_of_the_baseline(folder):
     assert [len(runs) for runs in selection.arms.values()] == [3, 2]
 
 
-@pytest.mark.parametrize(
-    ("changes", "difference"),
-    [
-        ({"sampling": {"solver": "DDPM()", "steps": 20}}, "solver 'DDPM()', not 'DPMSolverPP("),
-        ({"ema_decay": 0.5}, "ema_decay 0.5, not 0.9"),
-    ],
-)
-def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(changes, difference):
-    usual = {"ema_decay": 0.9}
-    write_seeds("mixed", "baseline", range(2), 1.0, **usual)
-    write_seeds("mixed", "clts", range(1), 1.3, **usual | changes)
-    write_seeds("mixed", "clts", range(1, 4), 1.3, **usual)
+def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(folder):
+    write_seeds("mixed", "baseline", range(2), 1.0)
+    write_seeds("mixed", "clts", range(1), 1.3, sampling={"solver": "DDPM()", "steps": 20})
+    write_seeds("mixed", "clts", range(1, 4), 1.3)
     ((run, why),) = select(collect_runs(["mixed"])).left_out
     assert run == "mixed/clts/seed-0"
     assert why.startswith("its samples are drawn otherwise than those of mixed/clts/seed-1: ")
-    assert difference in why
+    assert "solver 'DDPM()', not 'DPMSolverPP(" in why
 
 
-def test_records_that_do_not_tell_the_decay_may_stand_beside_those_that_do(sweep):
-    for run, decay in (("seed-0", ""), ("seed-1", '"ema_decay": 0.9, ')):
-        path = sweep / "clts" / run / "evaluations.jsonl"
-        path.write_text(path.read_text().replace('"ema_decay": null, ', decay))
-    assert selected().left_out == []
-
-
-@pytest.mark.parametrize(("max_steps", "is_whole"), [(2000, True), (2099, True), (2100, False)])
+@pytest.mark.parametrize(("max_steps", "is_whole"), [(2099, True), (2100, False)])
 def test_a_run_is_whole_when_no_further_fid_was_due(sweep, max_steps, is_whole):
     write("md/seed-7", max_steps=max_steps)
     assert ("md" in selected().arms) is is_whole
-
-
-def test_protocols_that_leave_nothing_to_compare_are_refused_with_what_differs(sweep):
-    write_run(Path("two/a"), [3.0], steps=(100,))
-    write_run(Path("two/b"), [3.0], steps=(100,), num_real=99)
-    with pytest.raises(ValueError, match=r"there are a\.\n  two/b: .*num_real 99, not 360"):
-        select(collect_runs(["two"]))
-    shutil.rmtree("sweep/baseline")
-    write("baseline/seed-0", fids(1.0, 0)[:3], max_steps=2000)
-    write("md/seed-7")
-    with pytest.raises(ValueError, match=r"the baseline baseline .*are clts, md\.\n.*cut short"):
-        selected()
 
 
 @pytest.mark.parametrize(
@@ -313,12 +249,3 @@ def test_the_metric_that_most_runs_have_is_taken_before_that_on_test_data():
     assert most_frequent_metric([one, run("test/fid_360")]) == "val/fid_360"
     with pytest.raises(ValueError, match="choose --metric val/fid_360 or val/fid_9"):
         most_frequent_metric([one, run("val/fid_9")])
-
-
-def test_runs_without_such_an_fid_are_told_what_makes_one(sweep):
-    Path("bare/a").mkdir(parents=True)
-    Path("bare/a/metrics.csv").write_text("step,loss\n1,0.5\n")
-    with pytest.raises(ValueError, match=r"none of these runs has an FID.*FIDEvaluation"):
-        select(collect_runs(["bare"]))
-    with pytest.raises(ValueError, match=r"runs can be .*no val/fid_9k, but val/fid_360"):
-        selected(metric="val/fid_9k")

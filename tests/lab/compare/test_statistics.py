@@ -1,6 +1,6 @@
 import math
 import random
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from statistics import fmean, stdev, variance
 
 import numpy as np
@@ -146,21 +146,11 @@ def test_seeds_that_one_arm_lacks_take_no_part():
     assert last_fid_by_seed(related(1.5, seeds=(8, 9)), BASE) is None
 
 
-def test_an_fid_that_a_seed_had_from_the_start_or_never_has_no_speed():
-    assert speedup_by_seed(related(1.5), BASE, 19.0) is None
-    assert speedup_by_seed(related(1.5), BASE, 0.1) is None
-
-
 def test_last_fids_are_geometric_means_over_the_sets_of_samples_that_all_have():
     one = Arm("one", tuple(Curve(s, (1,), (2.0,), repeats=(8.0, 99.0)) for s in "abc"))
     fids = zip("abc", (1, 2, 4), strict=True)
     other = Arm("other", tuple(Curve(s, (1,), (f,), repeats=(1.0,)) for s, f in fids))
     assert math.exp(last_fid_by_seed(one, other).difference) == pytest.approx(4 / 2**0.5)
-
-
-def test_last_fids_that_are_not_finite_have_no_ratio():
-    ends = [replace(c, fids=(*c.fids[:-1], math.inf)) for c in related(2.0).curves]
-    assert last_fid_by_seed(Arm("lost", tuple(ends)), BASE) is None
 
 
 def test_last_fids_after_unequal_numbers_of_steps_have_no_ratio():

@@ -5,12 +5,11 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from support.plain_module import make_trainer
-from support.resuming import Death, DieAfter, Recipe, assert_undisturbed, curves
+from support.resuming import Recipe, assert_undisturbed, curves
 from support.spawn import rank_and_size, spawn
 from support.tiny_diffusion import images
 
 from lit_diffusion.callbacks import EMA, sample_grid
-from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.lab.gan.biggan import BigGANDiscriminator, BigGANGenerator
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
 from lit_diffusion.lab.gan.module import GANModule, Hinge, NonSaturating
@@ -100,14 +99,6 @@ def test_samples_are_a_function_of_their_seeds_and_labels(make):
             module.generate([3, 4], labels)
 
 
-@pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
-def test_networks_of_any_dtype_are_trained_and_sampled(tmp_path, precision):
-    module = dcgan(r1=0.1)
-    trainer = make_trainer(tmp_path, max_steps=2, limit_val_batches=1, precision=precision)
-    trainer.fit(module, images(8, 8), images(8, 8))
-    assert module.generate([0]).dtype == torch.uint8
-
-
 def test_r1_is_half_the_squared_gradient_at_real_images():
     module = dcgan(r1=0.7).eval()
     x = torch.randn(3, 1, 8, 8)
@@ -172,12 +163,11 @@ def two_paces(*callbacks, make=dcgan, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "make"), [(2, dcgan), (5, biggan)])
 def test_a_gan_that_died_has_the_weights_rows_scores_and_pictures_of_one_that_did_not(
-    tmp_path, monkeypatch, batch, make
+    tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert_undisturbed(tmp_path, two_paces(*MEASURING, "EMA", make=make), batch)
+    assert_undisturbed(tmp_path, two_paces(*MEASURING, "EMA", make=biggan), 5)
     whole, died = (sorted(tmp_path.glob(f"{name}/samples/*")) for name in ("whole", "died"))
     assert [file.name for file in whole] == [file.name for file in died]
     assert [file.read_bytes() for file in whole] == [file.read_bytes() for file in died]
@@ -198,15 +188,3 @@ def test_all_that_a_gan_logs_counts_batches_and_scores_count_steps(tmp_path, mon
     assert sorted({*pictures}) == [2, 4, 6, 8]
     assert logged["val/fid_66_raw"] == [2, 5, 7]
     assert [score["step"] for score in scores] == [STEPS_AFTER[i] for i in (2, 5, 7)]
-
-
-def test_rows_go_on_in_a_resume_with_other_validations(tmp_path):
-    """A checkpoint that was saved at a validation, of a batch that none is due after now."""
-    with pytest.raises(Death):
-        two_paces().fit(tmp_path, DieAfter(tmp_path, 3))
-    assert [row["step"] for row in read_rows(tmp_path / "metrics.csv")][-1] == "3"
-    again = two_paces(val_check_interval=5)
-    again.fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", resumed=True)
-    rows = read_rows(tmp_path / "metrics.csv")
-    steps = [int(row["step"]) for row in rows if "train/discriminator_loss" in row]
-    assert steps == list(range(8))
