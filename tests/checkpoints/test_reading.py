@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.plain_module import assert_same_bits
 from torch import nn
 
 from lit_diffusion.checkpoints.reading import (
@@ -74,13 +73,6 @@ def test_formats_that_torch_reads_only_by_running_them_are_refused_without_its_a
         script.writestr("script/version", b"3")
     for name in ("x.tar", "script.pt"):
         assert_refused(tmp_path / name, UNNAMED)
-
-
-def test_a_file_of_tensors_in_the_format_of_old_versions_is_read(tmp_path):
-    content = {"state_dict": {"a": torch.ones(2)}}
-    torch.save(content, tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
-    for mmap in (False, True):
-        assert_same_bits(read_checkpoint(tmp_path / "x.ckpt", mmap=mmap), content)
 
 
 @pytest.mark.parametrize("content", [None, {"weights": 3}, torch.zeros(2)])

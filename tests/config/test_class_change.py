@@ -4,7 +4,6 @@ import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback
 from lightning.pytorch.cli import OptimizerCallable
 from support.tiny_run import spec
 
@@ -71,18 +70,3 @@ def test_a_line_names_what_the_new_class_has_too(tmp_path, capsys):
     assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
         "Heun replaces DPMSolverPP, whose clip=False, times=LogSNR(noisiest=-10.0) no longer hold"
     ]
-
-
-class Untyped(Callback):
-    def __init__(self, folder, first):
-        self.folder, self.first = folder, first
-
-
-def test_a_class_without_type_hints_may_replace_another():
-    """As in projects of others, which name their packages by --trust."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(Callback, "x", fail_untyped=False)
-    specs = spec("EarlyStopping", monitor="val"), spec(f"{__name__}.Untyped", folder="here")
-    with allow_class_paths([__name__.split(".")[0]]):
-        arguments = parser.parse_args([f"--x={yaml.safe_dump(each)}" for each in specs])
-    assert arguments.x.init_args.folder == "here"

@@ -61,7 +61,6 @@ def test_the_innermost_cause_is_named_with_its_place_and_a_remedy(arguments, par
     [
         ("--precision=8", "precision: Expected one of 16, 32, 'bf16', 'half', got 8."),
         ("--trainer.max_stepz=3", "'trainer.max_stepz'. Did you mean 'trainer.max_steps'?"),
-        ("more.yaml", "more.yaml belongs to no option; write --config more.yaml."),
     ],
 )
 def test_choices_and_the_nearest_option_are_named(argument, text):

@@ -17,7 +17,6 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.streaming import StreamedImages, open_set
-from lit_diffusion.metrics.images import open_split
 
 litdata = pytest.importorskip("litdata", reason="pip install -e '.[streaming]'")
 
@@ -95,20 +94,6 @@ def test_pictures_may_be_files_pillow_images_or_tensors(tmp_path):
     ]
     assert len(first) == 5
     assert all(torch.equal(first, other) for other in others)
-
-
-def test_held_out_pictures_are_no_training_pictures_and_always_the_same(tmp_path):
-    folder = write(tmp_path / "set", solid(range(12)))
-    data = StreamedImages(folder, 5, image_size=2, channels=1, num_workers=0)
-    values = {s: data.images(s)[:, 0, 0, 0].tolist() for s in ("train", "val")}
-    assert sorted(values["train"] + values["val"]) == list(range(12))
-    assert values["val"] == [0, 7, 8, 10, 11]
-    assert data.num_classes is None
-    real = open_split(data, "train")
-    ((images, labels),) = real.batches(8)
-    assert torch.equal(images, data.images("train"))
-    assert labels == [-1] * 7
-    assert real.fingerprint == data.fingerprint("train") != data.fingerprint("val")
 
 
 def test_the_fingerprint_follows_the_set_and_the_crop_but_not_its_place(root, tmp_path):

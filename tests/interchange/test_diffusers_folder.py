@@ -232,11 +232,6 @@ def test_a_network_is_read_from_its_folder_or_its_pipelines(tmp_path):
     (tmp_path / "unet/config.json").write_text(json.dumps({"_class_name": "UNet1DModel"}))
     with pytest.raises(ValueError, match="is of a UNet1DModel, and must be of a UNet2DModel"):
         read_model(tmp_path)
-    (tmp_path / "unet/config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json is damaged or .*; copy or write it again"):
-        read_model(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
-        read_model(tmp_path / "scheduler")
 
 
 @pytest.mark.parametrize("lacking", ["down_block_types", "mid_block.attentions.0.to_q.weight"])

@@ -81,16 +81,6 @@ def test_pixels_show_what_the_extractor_overlooks(tmp_path):
     assert values["pixel recall"] < 0.9
 
 
-def test_only_training_images_have_a_held_out_fid_beside_them(tmp_path):
-    _, values = score(build(tmp_path, "val"), TRAIN)
-    assert "held-out" not in values
-    assert values["memorized"] == 1
-    _, values = score(build(tmp_path, "elsewhere", others=False), TRAIN)
-    assert not {"held-out", "memorized"} & values.keys()
-    assert values["pixels"] < 1e-6
-    assert "held-out" not in score(build(tmp_path, val=VAL[:3]), TRAIN)[1]  # too few
-
-
 def test_features_of_real_images_are_extracted_once(tmp_path):
     first, again = build(tmp_path), build(tmp_path)
     counts = [metrics.comparisons[0].scorer.extractor.num_images for metrics in (first, again)]

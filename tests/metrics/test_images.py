@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from support.pixels import random_images
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.metrics.images import (
@@ -161,14 +161,3 @@ def test_batches_have_every_image_once_with_its_label_wherever_it_is(name):
     assert torch.equal(torch.cat(batches), images)
     assert batch_labels == ([0, 1, 2], [0, 1, 2], [0])
     assert [labels for _, labels in images_set.batches(3, [4, 1])] == [[1, 1]]
-
-
-def test_sets_that_cannot_be_scored_are_refused_by_name():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([])
-
-    with pytest.raises(TypeError, match="Stream has no length"):
-        len(ImageSet("x", Stream()))
-    with pytest.raises(TypeError, match=r"x: images are .* Or name a folder"):
-        list(as_image_set(torch.rand(5, 1, 2, 2), "x").batches(2))

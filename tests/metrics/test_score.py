@@ -28,20 +28,10 @@ def write(folder, images):
 
 
 def by_torch_fidelity(fake, real, subset, extractor):
-    scores = calculate_metrics(
-        input1=str(fake),
-        input2=str(real),
-        fid=True,
-        kid=True,
-        prc=True,
-        isc=True,
-        kid_subset_size=subset,
-        cuda=False,
-        cache=False,
-        save_cpu_ram=True,
-        verbose=False,
-        **extractor,
-    )
+    options = dict.fromkeys(("fid", "kid", "prc", "isc", "save_cpu_ram"), True)
+    options |= dict.fromkeys(("cuda", "cache", "verbose"), False) | extractor
+    options |= {"input1": str(fake), "input2": str(real), "kid_subset_size": subset}
+    scores = calculate_metrics(**options)
     return {NAMES[key]: value for key, value in scores.items() if key in NAMES}
 
 
@@ -67,10 +57,8 @@ def test_scores_of_inception_are_those_of_torch_fidelity_on_the_same_files(tmp_p
     path = write_random_inception(tmp_path / "random.pth")
     fake = write(tmp_path / "fake", random_images(10, 0, 3, 32))
     real = write(tmp_path / "real", random_images(12, 1, 3, 32) // 2)
-    arguments = {
-        "feature_extractor": "inception-v3-compat",
-        "feature_extractor_weights_path": str(path),
-    }
+    arguments = {"feature_extractor_weights_path": str(path)}
+    arguments["feature_extractor"] = "inception-v3-compat"
     expected = by_torch_fidelity(fake, real, 5, arguments)
     scores = score_images(fake, real, inception_of(path))
     assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-3)

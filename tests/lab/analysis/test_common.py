@@ -27,9 +27,6 @@ def test_pieces_that_have_a_file_are_not_computed_again(tmp_path, capsys):
     assert "Stopped with 1 of 3 pieces" in capsys.readouterr().err
     assert pieces() == [97, 98, 99]
     assert names == ["a", "b", "b", "c"]
-    (tmp_path / "pieces/b.npz").write_bytes(b"no")
-    with pytest.raises(ValueError, match=r"b\.npz is damaged"):
-        pieces()
 
 
 def plan(folder, num):
@@ -44,13 +41,8 @@ def test_a_folder_is_of_one_plan(tmp_path):
     assert saved == {"analysis": "test", "of": [], "num": 3}
     with pytest.raises(ValueError, match="whose num is 3, and this call's is 4; choose another"):
         plan(tmp_path / "out", 4)
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path, tmp_path / "file"):
-        with pytest.raises(ValueError, match="holds something else"):
-            plan(folder, 3)
-    (tmp_path / "out/plan.json").write_text("[1]")
-    with pytest.raises(ValueError, match="is damaged"):
-        plan(tmp_path / "out", 3)
+    with pytest.raises(ValueError, match="holds something else"):
+        plan(tmp_path, 3)
 
 
 def test_weights_have_a_fingerprint_whatever_their_layout_in_memory():

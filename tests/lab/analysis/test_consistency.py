@@ -3,11 +3,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from lit_diffusion.lab.analysis.consistency import (
     check_same_images,
-    draw_consistency,
     measure_consistency,
 )
 from lit_diffusion.metrics.image_distances import MAX_PSNR
@@ -73,13 +71,3 @@ def test_models_that_make_other_images_are_refused():
             check_same_images([ten, other])
     with pytest.raises(ValueError, match="classifier: SimpleNamespace cannot generate"):
         check_same_images([SimpleNamespace(path="classifier", module=SimpleNamespace())])
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_the_picture_has_a_row_a_model_and_a_column_for_each_of_twelve_seeds(tmp_path, channels):
-    images = IMAGES[:2, [0] * 14].expand(-1, -1, channels, -1, -1)
-    result = measure_consistency(images, ["a", "b"])
-    draw_consistency(result, images, tmp_path / "a.png")
-    with Image.open(tmp_path / "a.png") as picture:
-        assert picture.width == (0.75 * 12 + 2) * 120  # inches and dots
-        assert (np.array(picture.convert("L")) < 250).mean() > 0.2

@@ -3,10 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.hessian import (
-    Spectrum,
-    draw_spectra,
     estimate_spectrum,
     finite_difference_error,
     hessian_product,
@@ -82,20 +79,6 @@ def test_a_parameter_that_the_loss_does_not_see_has_no_curvature():
     product, gradient = hessian_product(lambda: a.pow(3).sum(), [a, b])
     assert gradient.tolist() == [12.0, 0.0]
     assert product(torch.tensor([1.0, 5.0])).tolist() == [12.0, 0.0]
-
-
-def test_the_picture_shows_the_density_below_a_long_note(tmp_path, monkeypatch):
-    spectrum = Spectrum(10, np.array([[3.0, 1.0, np.nan]]), np.array([[0.5, 0.5, np.nan]]))
-    figures, save = [], common.save_figure
-    monkeypatch.setattr(common, "save_figure", lambda *a: (figures.append(a[0]), save(*a)))
-    draw_spectra({"u": spectrum}, tmp_path / "a.png", "how it was computed: " * 20)
-    (axes,), note = figures[0].axes, figures[0]._suptitle
-    at, density = axes.lines[0].get_data()
-    np.testing.assert_allclose(density, spectrum.density(at, width=0.02))
-    lowest, highest = axes.get_ylim()
-    assert all(lowest < height < highest for height in (density.max(), *axes.lines[1].get_ydata()))
-    figures[0].draw_without_rendering()
-    assert note.get_window_extent().y0 >= axes.get_window_extent().y1
 
 
 class Cut(torch.autograd.Function):

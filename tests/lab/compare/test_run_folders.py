@@ -10,16 +10,12 @@ from support.experiments import fids, record, write_grid, write_run
 from support.tiny_run import tiny_config
 
 from lit_diffusion.lab.compare.run_folders import (
-    PROTOCOL,
-    Run,
     collect_runs,
     differing_settings,
     flatten_config,
-    most_frequent_metric,
     read_run,
     select,
 )
-from lit_diffusion.metrics.evaluation_record import FIDRecord
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -89,10 +85,6 @@ def test_a_broken_file_is_the_fault_of_its_run(file, text, fault):
     Path("a").mkdir()
     (Path("a") / file).write_text(text)
     assert fault in read_run(Path("a")).fault
-
-
-def test_fields_of_the_protocol_are_fields_of_the_record():
-    assert set(PROTOCOL) <= set(FIDRecord.__dataclass_fields__)
 
 
 def test_objects_in_lists_are_named_by_their_class_and_two_of_one_class_are_two_settings():
@@ -237,15 +229,3 @@ def test_one_seed_twice_and_seeds_that_are_configured_otherwise_are_refused(swee
     write_run(Path("sweep/clts/seed-9"), fids(1.3, 9), seed, lr=lr)
     with pytest.raises(ValueError, match=rule):
         selected()
-
-
-def test_the_metric_that_most_runs_have_is_taken_before_that_on_test_data():
-    def run(*metrics):
-        records = [record(2000, 3.0, metric=metric) for metric in metrics]
-        return Run(Path(metrics[0]), metrics[0], "0", records=records)
-
-    one = run("test/fid_360", "val/fid_360", "val/confid_1", "confidence", "fid_5k")
-    assert one.fid_metrics == ["test/fid_360", "val/fid_360", "fid_5k"]
-    assert most_frequent_metric([one, run("test/fid_360")]) == "val/fid_360"
-    with pytest.raises(ValueError, match="choose --metric val/fid_360 or val/fid_9"):
-        most_frequent_metric([one, run("val/fid_9")])

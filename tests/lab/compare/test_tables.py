@@ -1,12 +1,11 @@
 import csv
 import io
 import math
-from dataclasses import replace
 
 import pytest
 from support.experiments import STEPS, arm
 
-from lit_diffusion.lab.compare.comparison import by_other_metrics, compare
+from lit_diffusion.lab.compare.comparison import compare
 from lit_diffusion.lab.compare.curves import Arm, Curve
 from lit_diffusion.lab.compare.statistics import holm, last_fid_by_seed, speedup_by_seed
 from lit_diffusion.lab.compare.tables import (
@@ -14,8 +13,6 @@ from lit_diffusion.lab.compare.tables import (
     common_steps,
     fid_table,
     format_p,
-    last_samples_table,
-    other_metrics_table,
     speedup_records,
     to_csv,
 )
@@ -53,28 +50,6 @@ def test_the_table_by_seed_corrects_p_within_each_column():
     assert [row[5] for row in rows] == [format_p(p) for p in lasts]
     assert ("lost", "5", "-", "-", "-", "-") in rows
     assert by_seed_table(compare([base, lost, arm("a", 2.0, range(5, 8))], "x")) is None
-
-
-def with_metrics(base, **metrics):
-    curves = (replace(c, other_metrics=(metrics,) * len(c.steps)) for c in base.curves)
-    return Arm(base.name, tuple(curves))
-
-
-def test_other_metrics_have_a_table_of_speedups_and_one_of_the_last_samples():
-    base = with_metrics(arm("baseline", 1.0), **{"pixels": 0.3, "pixels floor": 0.1, "recall": 0.9})
-    arms = [base, with_metrics(arm("fast", 2.0), pixels=0.2), arm("bare", 0.5)]
-    comparison = compare(arms, "baseline")
-    others = by_other_metrics(comparison)
-    table, last = other_metrics_table(others), last_samples_table(comparison.arms)
-    assert (table.columns, [row[0] for row in table.rows]) == (("arm", "pixels"), ["fast"])
-    assert "pixels 0.300" in table.caption
-    assert last.columns == ("arm", "FID", "pixels", "recall")
-    assert [row[2:] for row in last.rows] == [
-        ("0.300 +- 0.000", "0.900 +- 0.000"),
-        ("0.200 +- 0.000", "-"),
-        ("-", "-"),
-    ]
-    assert "Real images score: pixels 0.100." in last.caption
 
 
 def rows_of(records):
