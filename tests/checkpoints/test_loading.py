@@ -196,7 +196,10 @@ def test_what_does_not_fit_or_is_not_there_is_refused_by_name(file, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no\.ckpt"):
         load(tmp_path / "no.ckpt")
     content = checkpoint_of(tiny())
+    del content["callbacks"]
     content["state_dict"]["other"] = content["state_dict"].pop("network.layers.0.bias")
     write_checkpoint(content, tmp_path / "checkpoints" / "last.ckpt")
+    with pytest.raises(ValueError, match=r"no weights 'ema'; it has raw\."):
+        load(tmp_path, module=tiny())
     with pytest.raises(ValueError, match=r"Missing .*layers\.0\.bias.* Unexpected .*other"):
         load(tmp_path, "raw", module=tiny())  # a run folder

@@ -1,6 +1,5 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from jsonargparse import ArgumentError, ArgumentParser
@@ -54,22 +53,6 @@ def test_the_innermost_cause_is_named_with_its_place_and_a_remedy(arguments, par
     text = explain_parse_error(error.value)
     assert all(part in text for part in parts)
     assert "trust torch" not in text
-
-
-@pytest.mark.parametrize(
-    ("argument", "text"),
-    [
-        ("--precision=8", "precision: Expected one of 16, 32, 'bf16', 'half', got 8."),
-        ("--trainer.max_stepz=3", "'trainer.max_stepz'. Did you mean 'trainer.max_steps'?"),
-    ],
-)
-def test_choices_and_the_nearest_option_are_named(argument, text):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--precision", type=Literal[16, 32] | Literal["bf16", "half"])
-    parser.add_argument("--trainer.max_steps", type=int)
-    with pytest.raises(ArgumentError) as error:
-        parser.parse_args([argument])
-    assert text in explain_parse_error(error.value, ["trainer.max_steps", "config"])
 
 
 def check():

@@ -29,7 +29,7 @@ class Pictures(ImageDataModule):
 
 
 class Recorder(LightningModule):
-    """Remembers the batches it gets."""
+    """Remembers the batches it gets, by stage."""
 
     def __init__(self):
         super().__init__()
@@ -41,13 +41,9 @@ class Recorder(LightningModule):
         return self.weight**2
 
     def validation_step(self, batch, batch_idx):
-        self.batches["val"].append(batch)
+        self.batches[self.trainer.state.stage.value].append(batch)
 
-    def test_step(self, batch, batch_idx):
-        self.batches["test"].append(batch)
-
-    def predict_step(self, batch, batch_idx):
-        self.batches["predict"].append(batch)
+    test_step = predict_step = validation_step
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
@@ -66,7 +62,7 @@ def test_fit_shuffles_anew_every_epoch_and_validates_each_image_once():
     assert all(len(set(epoch)) == 1400 for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert set(epochs[0]) != set(epochs[1])  # other images are left over
-    assert places(module.batches["val"]) == 2 * list(range(360))
+    assert places(module.batches["validate"]) == 2 * list(range(360))
 
 
 @pytest.mark.parametrize(("data", "label"), [(Digits, lambda s: s % 10), (Pictures, lambda s: -1)])

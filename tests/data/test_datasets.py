@@ -40,13 +40,6 @@ def test_half_of_the_images_are_mirrored_independently_in_each_epoch():
     assert correlation.abs().max() < 4 / math.sqrt(500)
 
 
-def test_flips_depend_on_the_seed_and_not_on_the_batch():
-    whole = flipping(3).__getitems__(list(range(500, 520)))[0]
-    single = torch.cat([flipping(3)[key][0] for key in range(500, 520)])
-    assert torch.equal(whole, single)
-    assert not torch.equal(mirrored(flipping(3), 1), mirrored(flipping(4), 1))
-
-
 @pytest.mark.parametrize(
     ("sizes", "bound"),  # 99.9% of chi-square with 5 and 13 degrees of freedom
     [([2, 3], 20.5), ([7, 1, 2], 34.6)],

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -52,6 +54,17 @@ from lit_diffusion.interchange import load_network
 x, t, labels = torch.load(sys.argv[2], weights_only=True)
 torch.save(load_network(sys.argv[1])(x, t, labels).detach(), sys.argv[2])
 """
+
+
+@pytest.mark.slow
+def test_it_is_read_where_lightning_cannot_be_imported(tmp_path):
+    network = write(tmp_path / "exported")
+    torch.save((*batch(), condition("labels")), tmp_path / "x.pt")
+    code = [sys.executable, "-c", WITHOUT_LIGHTNING, tmp_path / "exported", tmp_path / "x.pt"]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    output = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert torch.equal(output, network(*batch(), condition("labels")))
 
 
 def test_weights_of_another_export_are_refused(tmp_path):

@@ -56,6 +56,18 @@ def test_images_of_one_class_are_compared_with_each_other_alone():
         assert measure_consistency(IMAGES[:2], ["a", "b"], labels=no_two).same_class is None
 
 
+def test_models_that_share_their_classes_alone_agree_by_chance():
+    labels = torch.arange(200) % 10
+    generator = torch.Generator().manual_seed(0)
+    prototypes = torch.randint(0, 200, (10, 1, 8, 8), generator=generator)
+    noise = torch.randint(0, 56, (2, 200, 1, 8, 8), generator=generator)
+    images = (prototypes[labels] + noise).to(torch.uint8)
+    features = lambda images: images.flatten(1).double()  # noqa: E731
+    result = measure_consistency(images, ["a", "b"], features_of=features, labels=labels)
+    assert result.all_pairs == pytest.approx(result.same_class, abs=0.1)
+    assert result.features == pytest.approx(0, abs=0.02)
+
+
 def test_models_that_make_other_images_are_refused():
     def model(name, shape, num_classes):
         generate = lambda seeds: torch.zeros(len(seeds), *shape)  # noqa: E731

@@ -1,13 +1,7 @@
-import math
-
-import numpy as np
-import pytest
-from support.experiments import STEPS, arm
+from support.experiments import arm
 
 from lit_diffusion.lab.compare.comparison import compare
-from lit_diffusion.lab.compare.curves import Arm, Curve
 from lit_diffusion.lab.compare.plots import (
-    curves_figure,
     speedup_figure,
 )
 
@@ -35,20 +29,3 @@ def test_the_forest_plot_has_a_row_an_arm_from_the_fastest_down():
         assert bars(axes)[row][0] == (result.speedup.low, result.speedup.high)
         assert result.verdict.value in axes.texts[row].get_text()
     assert axes.get_xlim()[0] < 1 < axes.get_xlim()[1]
-
-
-def test_there_is_a_thin_line_a_seed_and_a_thick_one_for_their_geometric_mean_with_gaps():
-    *arms, fastest = (arm(name, 1 + k / 20, range(2)) for k, name in enumerate("abcdefghijklm"))
-    first, second = fastest.curves
-    gap = Curve("1", STEPS, (*second.fids[:4], math.nan, *second.fids[5:]))
-    comparison = compare([*arms, Arm("m", (first, gap))], "a")
-    (axes,) = curves_figure(comparison).axes
-    thin = [line for line in axes.lines if line.get_linewidth() == 0.8]
-    thick = {line.get_label(): line for line in axes.lines if line.get_linewidth() == 2.4}
-    grey = [line for line in axes.lines if line.get_color() == "#c9ced4"]
-    assert [*thick] == [arm.name for arm in comparison.arms[:9]]
-    assert (len(thin), len(grey)) == (18, 4)
-    for name, curves in (("a", arms[0].curves), ("m", (first, gap))):
-        expected = np.exp(np.mean([np.log(curve.fids) for curve in curves], axis=0))
-        assert thick[name].get_ydata() == pytest.approx(expected, nan_ok=True)
-    assert axes.get_yscale() == "log"

@@ -212,12 +212,6 @@ def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(folde
     assert "solver 'DDPM()', not 'DPMSolverPP(" in why
 
 
-@pytest.mark.parametrize(("max_steps", "is_whole"), [(2099, True), (2100, False)])
-def test_a_run_is_whole_when_no_further_fid_was_due(sweep, max_steps, is_whole):
-    write("md/seed-7", max_steps=max_steps)
-    assert ("md" in selected().arms) is is_whole
-
-
 @pytest.mark.parametrize(
     ("seed", "lr", "rule"),
     [
