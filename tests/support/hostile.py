@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from urllib.error import URLError
 
 import yaml
 from PIL import Image
@@ -73,7 +72,6 @@ class Case:
         harmless: whether the command may also end well; or a check that it may, asked afterwards.
         codes: other exit codes that will do.
         writes: names of files in a run folder that a command may write that fails later on.
-        offline: whether a download may be tried, which finds no network.
     """
 
     name: str
@@ -83,7 +81,6 @@ class Case:
     harmless: bool | Callable[[], bool] = False
     codes: tuple[int, ...] = (2,)
     writes: tuple[str, ...] = ()
-    offline: bool = False
 
 
 def healthy_config() -> dict:
@@ -135,14 +132,12 @@ def faults(case: Case, arena: Path, work: Path) -> list[str]:
     environment = prepare(case, arena, work)
     before = fingerprints(Path("runs"))
     guard, output = Guard((work,), ("stranger",)), io.StringIO()
-    no_network = patch("urllib.request.urlopen", side_effect=URLError("no network in this test"))
     with (
         patch.object(sys, "path", [str(work / "strangers"), *sys.path]),
         patch.object(tempfile, "tempdir", str(work / "tmp")),
         patch.dict(os.environ, environment),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
-        no_network if case.offline else contextlib.nullcontext(),
         guarded(guard, SECONDS, BYTES),
     ):
         code = main(shlex.split(case.command))

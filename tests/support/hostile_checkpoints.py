@@ -20,7 +20,6 @@ import torch
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from support.hostile import (
     CANARY,
-    EVALUATE,
     LAST,
     RESUME,
     SAMPLE,
@@ -46,7 +45,7 @@ Content = dict[str, Any]
 
 def cases() -> Iterator[Case]:
     """All but those that are drawn."""
-    for part in (replaced, misfits, parts, not_finite, sizes, code, class_paths):
+    for part in (replaced, misfits, parts, sizes, code, class_paths):
         yield from part()
 
 
@@ -222,13 +221,6 @@ def deep(rng: random.Random) -> Case:
 
 
 WRITTEN = ("config.resume-1.yaml", "metrics.csv", "non-finite-rank0.ckpt")
-
-
-def not_finite() -> Iterator[Case]:
-    for number, command in ((float("nan"), SAMPLE), (float("inf"), RESUME), (3e38, EVALUATE)):
-        make = lambda w, n=number: torch.cat([torch.full_like(w[:1], n), w[1:]])  # noqa: E731
-        spoil, pattern = edit(replace_weight(make)), "not finite|non-finite|NaN"
-        yield Case(f"weights-{number}", spoil, command, pattern, codes=(1, 2), writes=WRITTEN)
 
 
 # Absurd sizes

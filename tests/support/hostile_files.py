@@ -24,7 +24,6 @@ from support.experiments import write_arm
 from support.hostile import (
     CANARY,
     EVALUATE,
-    FIT,
     LAST,
     RESUME,
     RUN,
@@ -170,28 +169,6 @@ ARRAYS: dict[str, Callable[[], Any]] = {
 # Other data
 
 
-def cifar10() -> None:
-    """Pickles in the place of CIFAR-10's, which is only opened if it is the published file."""
-
-    def config(config: dict) -> None:
-        config["data"] = spec("lit_diffusion.data.cifar10.CIFAR10", root="data", batch_size=4)
-        config["model"]["init_args"]["image_shape"] = [3, 32, 32]
-        network = config["model"]["init_args"]["network"]["init_args"]
-        network["in_channels"] = network["out_channels"] = 3
-
-    change_config(config)
-    folder = Path("data/cifar-10-batches-py")
-    folder.mkdir(parents=True)
-    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"):
-        (folder / name).write_bytes(pickle.dumps({"data": Call(os.system, TOUCH)}, 2))
-
-
-def cifar10_archive() -> None:
-    """A file of the name that would be unpacked."""
-    cifar10()
-    Path("data/cifar-10-python.tar.gz").write_bytes(random.Random(0).randbytes(1000))
-
-
 CACHED: dict[str, Callable[[Path], Any]] = {
     "text": lambda path: path.write_text("x"),
     "objects": lambda path: np.savez(path, floors=np.array([Call(os.system, "true")])),
@@ -201,32 +178,17 @@ CACHED: dict[str, Callable[[Path], Any]] = {
     "cut": lambda path: cut(path, 0.5),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
-INCEPTION = Path("hub/hub/checkpoints/weights-inception-2015-12-05-6726825d.pth")
-WEIGHTS: dict[str, Callable[[], Any]] = {
-    "a pickle": lambda: INCEPTION.write_bytes(EVIL),
-    "a folder": INCEPTION.mkdir,
-}
 NOTES = {"a list": "[1, 2]", "deep": "[" * 10**5, "binary": "\x00\x01"}
 
 
 def data() -> Iterator[Case]:
-    for spoil in (cifar10, cifar10_archive):
-        yield Case(f"data-{spoil.__name__}", spoil, FIT, "CIFAR-10", offline=True)
-
     def in_cache(make: Callable[[Path], Any]) -> None:
         assert main(IMAGES.split()) == 0
         (path,) = Path("cache/lit-diffusion").glob("digits-cnn-*.npz")
         make(path)
 
-    def in_hub(make: Callable[[], Any]) -> None:
-        INCEPTION.parent.mkdir(parents=True)
-        make()
-
     for name, make in CACHED.items():
         yield Case(f"cache-{name}", partial(in_cache, make), IMAGES, r"\.npz")
-    for name, make in WEIGHTS.items():
-        command = "evaluate --images images --reference images"
-        yield Case(f"weights-{name}", partial(in_hub, make), command, "inception")
     for name, text in NOTES.items():
         spoil = partial(Path("images/samples.json").write_text, text)
         yield Case(f"samples-{name}", spoil, IMAGES, r"samples\.json")
