@@ -15,7 +15,6 @@ from support.commands import call
 from support.mnist_files import write as write_mnist
 from support.pictures import class_folders, save
 from support.spawn import run_ranks
-from support.stated_settings import EXPERIMENTS, flat
 
 from lit_diffusion.cli.main import main
 from lit_diffusion.config.trust import short_names
@@ -79,6 +78,22 @@ WITHOUT_FILES = {"digits": [], "digits-classifier": [], "digits-described": [], 
 WITHOUT_FILES |= {"patches-small": [], "patches": [NARROW, *FEW]}
 
 
+def flat(settings, name=""):
+    """Settings by their dotted names; a class has that of its place, a callback its own."""
+    if not isinstance(settings, dict):
+        yield name, settings
+        return
+    for key, value in settings.items():
+        if key in ("class_path", "init_args"):
+            yield from flat(value, name)
+        elif key.startswith("callbacks"):
+            for callback in value:
+                name_of_class = callback["class_path"].rpartition(".")[2]
+                yield from flat(callback, f"{name}.{key}.{name_of_class}")
+        else:
+            yield from flat(value, f"{name}.{key}".lstrip("."))
+
+
 def fit(name, *options):
     return main(["fit", "--config", str(CONFIGS / name), *SMALL, *options])
 
@@ -136,14 +151,6 @@ def test_gans_start(offline, name):
 @pytest.mark.parametrize("name", WITHOUT_FILES)
 def test_what_needs_no_files_starts(folder, name):
     assert fit(f"{name}.yaml", *WITHOUT_FILES[name]) == 0
-
-
-def test_described_digits_are_the_digits_in_all_else():
-    plain, described = (dict(flat(settings(f"digits{end}.yaml"))) for end in ("", "-described"))
-    changed = {name for name in plain | described if plain.get(name) != described.get(name)}
-    expected = {"data", "model.conditioning", "model.num_classes", "model.network.num_classes"}
-    expected |= {"model.network.condition", "model.network.condition.num_words"}
-    assert {name for name in changed if not name.startswith("trainer.callbacks")} == expected
 
 
 @pytest.mark.slow
@@ -266,14 +273,6 @@ def test_networks_have_the_number_of_parameters_that_is_stated(name):
     assert f"{number:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", ["uvit", "dit", "jit"])
-def test_transformers_of_the_digits_have_the_number_of_parameters_that_is_stated(name):
-    networks = network_of(f"arms/digits/{name}"), network_of("digits-ablation")
-    ours, unets = (count(network.parameters()) for network in networks)
-    text = (CONFIGS / f"arms/digits/{name}.yaml").read_text()
-    assert f"{ours:,} parameters for {unets:,}." in text
-
-
 def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():
     mdlrc, control = settings("arms/mdlrc.yaml"), settings("arms/lr-decay.yaml")
     betas = mdlrc["model"]["init_args"]["optimizer"]["init_args"]["betas"]
@@ -334,20 +333,6 @@ def test_the_fast_recipe_is_the_baseline_with_its_arm(capsys):
     assert parsed(capsys, "fast.yaml") == parsed(capsys, *both)
 
 
-def test_the_fast_recipe_and_its_baseline_are_the_same_on_data_they_were_not_tuned_on():
-    """But for data, network, and where the sampler starts."""
-    assert settings("arms/patches-small/fast.yaml") == settings("arms/digits/fast.yaml")
-    names = [f"model.{n}" for n in ("optimizer", "lr", "loss", "p", "times", "uniforms", "solver")]
-    names += [f"trainer.{name}" for name in ("callbacks.EMA", "max_steps", "val_check_interval")]
-    digits, patches = (
-        {k: v for k, v in flat(settings(f"{name}.yaml")) if k.startswith(tuple(names))}
-        for name in ("digits-ablation", "patches-small")
-    )
-    grid = "model.solver.times"
-    assert patches == digits | {grid: "lit_diffusion.grids.LogSNR", f"{grid}.noisiest": -4.0}
-    assert {"model.optimizer.lr", "model.loss.weighting", "trainer.max_steps"} <= digits.keys()
-
-
 @pytest.mark.parametrize("folder", METHODS)
 def test_the_arms_of_clts_share_its_density_with_a_bin_for_each_time(folder):
     arms = ("clts", "clts-weight", "clts-importance")
@@ -356,12 +341,6 @@ def test_the_arms_of_clts_share_its_density_with_a_bin_for_each_time(folder):
     for experiment in FOLDERS[folder]:
         numbers = dict(flat(settings(f"{experiment}.yaml")))
         assert numbers["model.process.betas.num_steps"] == clts["num_bins"]
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_reproductions_have_the_numbers_of_what_they_reproduce(name):
-    config = dict(flat(settings(f"{name}.yaml")))
-    assert {key: config.get(key) for key in EXPERIMENTS[name]} == EXPERIMENTS[name]
 
 
 @pytest.mark.parametrize(("path", "what", "number"), NUMBERED, ids=str)
@@ -377,18 +356,6 @@ def test_arms_with_a_number_in_their_name_set_that_number_alone(path, what, numb
         name = {"target": "num_steps"}.get(what, what)
         clts = dict(flat(settings(Path(path).with_name("clts.yaml"))))
         assert arm == clts | {f"trainer.callbacks+.TimestepCurriculum.{name}": number}
-
-
-@pytest.mark.parametrize("folder", ["digits", "cifar10"])
-def test_the_ablations_of_clts_are_those_of_the_paper(folder):
-    """Fig. 6b, and 6c in shares of the run."""
-    steps = settings(f"{FOLDERS[folder][0]}.yaml")["trainer"]["max_steps"]
-    arms = [(what, number) for path, what, number in NUMBERED if Path(path).parent.name == folder]
-    assert {number for what, number in arms if what == "mean"} == {0.1, 0.5, 0.7, 0.9}
-    shares = {number / steps for what, number in arms if what == "target"}
-    assert shares == {0.02, 0.2, 0.4, 1.0}
-    clts, variance = (callback(f"arms/{folder}/clts{end}.yaml") for end in ("", "-variance-T"))
-    assert variance == clts | {"std": pytest.approx(clts["num_bins"] ** -0.5, abs=5e-5)}
 
 
 # Parsing, instantiating and starting
