@@ -5,7 +5,6 @@ import configparser
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -247,12 +246,6 @@ def foreign_private(file: Path) -> list[str]:
 
 def is_private(name: str, known: set[str]) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in known
-
-
-def test_no_two_public_classes_have_one_name():
-    classes = [n for file in SOURCES for n in parsed(file).body if isinstance(n, ast.ClassDef)]
-    names = Counter(node.name for node in classes if not node.name.startswith("_"))
-    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_every_package_is_installed():

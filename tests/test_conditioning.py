@@ -24,11 +24,6 @@ def test_labels_of_the_user_win():
     assert condition_for([0, 1], labels, LABELS) is labels
 
 
-def test_a_model_without_labels_takes_none_for_an_answer():
-    assert condition_for([0, 1], None, None) is None
-    assert condition_for([0, 1], torch.tensor([-1, -1]), None) is None
-
-
 # Words
 
 WORDS = Words(("thin", "thick", "seven"), length=3, texts=("thin seven", "Thick"))
@@ -53,12 +48,6 @@ def test_dropped_words_are_minus_one_and_the_others_stay():
 def test_seeds_take_the_texts_in_turn_and_none_without():
     assert WORDS.for_seeds([3, 0]).tolist() == [[1, -1, -1], [0, 2, -1]]
     assert Words(("a",), 2).for_seeds([3, 0]).tolist() == [[-1, -1], [-1, -1]]
-
-
-def test_words_are_accepted():
-    words = torch.tensor([[0, 2, -1], [-1, -1, -1]])
-    assert condition_for([0, 1], words, WORDS) is words
-    assert torch.equal(condition_for([0], None, WORDS), WORDS.encode("thin seven")[None])
 
 
 # Embeddings

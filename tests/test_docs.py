@@ -6,19 +6,15 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from support.plain_module import make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 from support.toy import gaussian_denoiser
-from torch.testing import assert_close
 
-from lit_diffusion.callbacks.evaluation import averaged_weights
 from lit_diffusion.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
@@ -46,25 +42,6 @@ def run(code: str, monkeypatch, folder: Path) -> dict:
     names = {"__name__": "page"}
     exec(compile(code, "page.md", "exec", dont_inherit=True), names)
     return names
-
-
-def weights_by_name(callback) -> list[str]:
-    """What happens to a module with averages of its own when a callback asks for "ema"."""
-    events = []
-
-    class Module(LightningModule):
-        @contextmanager
-        def ema_scope(self):
-            events.append("in")
-            yield
-            events.append("out")
-
-    trainer = Trainer(callbacks=[callback], accelerator="cpu", logger=False)
-    callback.setup(trainer, Module(), "fit")
-    with averaged_weights(trainer) as name:
-        assert name == "ema"
-        events.append("measured")
-    return events
 
 
 def adapters_train(names) -> None:
@@ -111,8 +88,6 @@ def test_python_runs_as_shown(key, monkeypatch, tmp_path):
     if "averaged" in names:
         assert not torch.equal(names["averaged"], names["module"].network.weight)
         assert torch.equal(names["averaged"], names["loaded"].network.weight)
-    if "LitEmaWeights" in names:
-        assert weights_by_name(names["LitEmaWeights"]()) == ["in", "measured", "out"]
     if "DiffusersUNet" in names:
         adapters_train(names)
     if "density" in names:
@@ -228,14 +203,6 @@ def examples():
     for code in blocks("python", {"": (ROOT / "CONTRIBUTING.md").read_text()}).values():
         exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), names)
     return names
-
-
-def test_the_process_finds_the_time_of_every_log_snr(examples):
-    process = examples["Trigonometric"]()
-    t = process.from_unit(torch.linspace(0, 1, 101, dtype=torch.float64))
-    alpha, sigma = process.alpha_sigma(t)
-    assert_close(alpha**2 + sigma**2, torch.ones_like(t))
-    assert_close(process.at_log_snr(2 * (alpha / sigma).log()), t)
 
 
 @pytest.mark.parametrize("scale", [0.3, 1.0])

@@ -95,13 +95,6 @@ def test_factors_and_distance_are_those_of_least_squares_on_a_grid(step, gamma):
     assert distance == pytest.approx(left.item(), rel=1e-3)
 
 
-def test_a_tracked_average_is_itself():
-    steps, gammas = [100, 200, 300, 300], [7.0, 7.0, 7.0, 17.0]
-    factors, distance = coefficients(steps, gammas, 300, 17.0)
-    close(factors, torch.tensor([0, 0, 0, 1.0]), atol=1e-6)
-    assert distance < 1e-6
-
-
 def test_factors_do_not_depend_on_the_unit_of_time():
     steps, gammas = list(range(1, 41)) * 2, [7.0] * 40 + [17.0] * 40
     few, _ = coefficients(steps, gammas, 40, 10.0)

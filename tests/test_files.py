@@ -55,12 +55,6 @@ def test_what_lies_where_a_file_is_written_first_is_replaced_and_not_followed(tm
     assert not path.is_symlink()
 
 
-def test_a_folder_in_its_place_is_named(tmp_path):
-    (tmp_path / ".notes.txt.part").mkdir()
-    with pytest.raises(OSError, match=r"\.notes\.txt\.part"):
-        atomic_write_text(tmp_path / "notes.txt", "one")
-
-
 def test_two_processes_that_write_one_file_each_leave_a_whole_one(tmp_path):
     path = tmp_path / "cache"
     with atomic_write(path, shared=True) as one, atomic_write(path, shared=True) as other:
@@ -106,14 +100,6 @@ def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
                 read(Path(name))
     with pytest.raises(FileNotFoundError, match="nothing"):
         check_regular("nothing")
-
-
-@pytest.mark.parametrize("error", [KeyError("x"), RecursionError(), ValueError("1\nis odd")])
-def test_any_error_of_a_decoder_names_the_file_the_reason_and_the_fix(tmp_path, error):
-    (tmp_path / "a.json").write_text("{")
-    named = pytest.raises(ValueError, match=r"a\.json is damaged or no record \(.+\); remove it\.$")
-    with named, checked_read(tmp_path / "a.json", "record", "remove it"):
-        raise error
 
 
 def test_a_lack_of_permission_is_no_damage(tmp_path):

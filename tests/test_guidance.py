@@ -9,10 +9,9 @@ from support.toy import CountedNoise, toy_denoiser
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, posterior
 from lit_diffusion.grids import Sections, Stride
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
-from lit_diffusion.processes import CosineBetas, DiscreteVP, EDMProcess, LinearBetas
+from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import DDIM, DDPM
-from lit_diffusion.solvers.steps import batch_of
 
 SHAPE = (2, 3, 4, 4)
 PROCESS = DiscreteVP(CosineBetas(100))
@@ -172,20 +171,6 @@ def test_outside_of_its_interval_guidance_is_conditional_by_one_call(scale):
         guided_x = guide(X, t)
         close(guided_x.x0, expected.guide(labelled, LABELS, PROCESS, NONE)(X, t).x0)
     assert calls == [4, 2, 2, 2]
-
-
-@pytest.mark.parametrize("sigma", [0.1, 0.7, 1 / 3, 12.9])
-def test_an_interval_may_end_exactly_at_a_level_of_the_grid(sigma):
-    calls = []
-
-    def counted(labels):
-        label = labels.reshape(-1, 1, 1, 1)
-        return lambda x, t: (calls.append(len(x)), Denoised(x + label, x))[1]
-
-    process, t = EDMProcess(), batch_of(torch.tensor(sigma, dtype=torch.float64), X)
-    for interval in ((0.0, sigma), (sigma, math.inf)):
-        ClassifierFree(3.0, interval).guide(counted, LABELS, process, NONE)(X, t)
-    assert calls == [4, 2]
 
 
 @pytest.mark.parametrize(("scale", "rescale"), [(4.0, 0.3), (4.0, 1.0), (0.0, 1.0)])

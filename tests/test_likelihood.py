@@ -88,13 +88,6 @@ def test_the_density_is_the_same_where_a_trainer_validates():
     close(within, flow_bits_per_dim(denoise, process, X0, GRID, 5))
 
 
-def test_the_density_is_that_of_the_least_noisy_time():
-    process = LinearFlow(0.05)
-    denoise = gaussian_denoiser(process, mean=0.0, std=0.5)
-    bits = flow_bits_per_dim(denoise, process, X0, GRID, 100, None)
-    close(bits, expected_bits(X0, ((0.95 * 0.5) ** 2 + 0.05**2) ** 0.5), rtol=0, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("times", "steps", "probes", "message"),
     [

@@ -62,11 +62,6 @@ def test_a_run_that_ends_within_its_warm_up_is_said_and_ends():
     assert trace(schedule, 6) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.0, 0.0])
 
 
-def test_a_state_holds_plain_builtins(tmp_path):
-    torch.save(WarmupLinear(optimizer(), 5).state_dict(), tmp_path / "state")
-    assert torch.load(tmp_path / "state", weights_only=True)["last_epoch"] == 0
-
-
 def test_lengths_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="must exceed warmup_steps, got 5 and 5"):
         WarmupLinear(optimizer(), 5, 5)

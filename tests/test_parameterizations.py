@@ -51,11 +51,6 @@ def test_gain_is_the_slope_of_x0_by_the_output(parameterization, t):
     close(slope.abs(), parameterization.output_scale(alpha, sigma).expand(SHAPE))
 
 
-@pytest.mark.parametrize("parameterization", PLAIN, ids=repr)
-def test_the_network_sees_x_t_itself(parameterization):
-    assert parameterization.network_input(NOISE, *scales(1)) is NOISE
-
-
 # EDM's networks are functions of the un-scaled x = x_t / alpha and sigma / alpha. Its three are
 # parameterizations on processes here; VE's output is minus the noise, and its label another
 # function of sigma.

@@ -143,12 +143,6 @@ def test_sigmoid_betas_follow_their_formula():
     np.testing.assert_allclose(alpha**2, expected, rtol=1e-9)
 
 
-def test_given_betas_are_taken_as_they_are():
-    values = LinearBetas(50).betas()
-    expected, _ = DiscreteVP(LinearBetas(50)).alpha_sigma(torch.arange(50.0))
-    close(DiscreteVP(GivenBetas(values.tolist())).alpha_sigma(torch.arange(50.0))[0], expected)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -179,12 +173,6 @@ def test_a_schedule_bent_to_pure_noise_begins_as_it_did_and_stays_straight_to_it
     close(bent[0], base[0])
     assert (bent[-1], sigma[-1]) == (0, 1)
     close((bent - bent[-1]) / (bent[0] - bent[-1]), (base - base[-1]) / (base[0] - base[-1]))
-
-
-def test_between_the_last_steps_of_a_bent_schedule_the_signal_fades_evenly():
-    t = torch.tensor([998.0, 998.25, 998.5, 999.0])
-    alpha_bar = ZERO.alpha_sigma(t)[0] ** 2
-    close(alpha_bar / alpha_bar[0], torch.tensor([1.0, 0.75, 0.5, 0.0]).double())
 
 
 @pytest.mark.parametrize("of", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))])

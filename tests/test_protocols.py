@@ -8,62 +8,47 @@ from jsonargparse import ArgumentParser
 from lit_diffusion import protocols
 from lit_diffusion.protocols import NonFiniteSamples, by_part
 
-VELOCITY = "lit_diffusion.parameterizations.Velocity"
-LEVELS = {"sigma_min": 0.002, "sigma_max": 80.0}
-UNIFORM, EVEN = "lit_diffusion.timesteps.Uniform", "lit_diffusion.grids.Even"
-BETAS = {"class_path": "lit_diffusion.processes.GivenBetas", "init_args": {"values": [0.1, 0.2]}}
-BENT = {
-    "class_path": "lit_diffusion.processes.ZeroTerminalSNR",
-    "init_args": {"base": "lit_diffusion.processes.LinearBetas"},
-}
-SIMPLE = {"weighting": "lit_diffusion.losses.Simple"}
+OURS = "lit_diffusion"
+VELOCITY = f"{OURS}.parameterizations.Velocity"
+SHIFTED = {"base": f"{OURS}.timesteps.Uniform", "shift": 2.0}
+DAMPED = {"base": VELOCITY, "sigma_min": 0.002, "sigma_max": 80.0}
+SIMPLE = {"weighting": f"{OURS}.losses.Simple"}
 BY_NAME = {
-    "TimestepDistribution": "timesteps.Uniform",
+    "Process": "processes.ContinuousVP processes.EDMProcess processes.VE processes.LinearFlow",
+    "TimestepDistribution": "timesteps.Uniform timesteps.LogitNormal timesteps.LogNormal",
     "UniformDraws": "timesteps.Independent timesteps.Stratified timesteps.Antithetic",
-    "Weighting": "losses.Simple losses.TruncSNR losses.InvSNR",
-    "TimeGrid": "grids.Stride grids.Even",
+    "Weighting": "losses.Simple losses.TruncSNR losses.InvSNR losses.SoftMinSNR losses.AsFlow",
+    "TimeGrid": "grids.Sections grids.Stride grids.LogSNR grids.Karras grids.Even",
     "Variance": "gaussian.FixedSmall gaussian.FixedLarge gaussian.LearnedRange",
     "Codec": "codecs.PixelCodec",
     "Parameterization": "parameterizations.Epsilon parameterizations.Sample "
-    "parameterizations.Velocity parameterizations.FlowVelocity",
+    "parameterizations.FlowVelocity parameterizations.EDMPreconditioning",
+    "Solver": "solvers.DDIM solvers.DPMSolverPP solvers.DPMSolverPP2S solvers.Heun solvers.Euler "
+    "solvers.EulerAncestral",
 }
 FITTING = [
     *((protocol, name, {}) for protocol, names in BY_NAME.items() for name in names.split()),
-    ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.CosineBetas"}),
-    ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.LinearBetas"}),
-    ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.SigmoidBetas"}),
-    ("Process", "processes.ContinuousVP", {"t_min": 1e-3}),
-    ("Process", "processes.EDMProcess", {"sigma_max": 10.0}),
-    ("Process", "processes.VE", {"sigma_max": 50.0}),
-    ("Process", "processes.LinearFlow", {"t_min": 1e-3}),
-    ("Process", "processes.DiscreteVP", {"betas": BETAS}),
-    ("Process", "processes.DiscreteVP", {"betas": BENT}),
-    ("TimestepDistribution", "timesteps.LogitNormal", {"std": 0.5}),
-    ("TimestepDistribution", "timesteps.Shifted", {"base": UNIFORM, "shift": 2.0}),
-    ("TimestepDistribution", "timesteps.LogNormal", {"mean": -0.4}),
-    ("Parameterization", "parameterizations.EDMPreconditioning", {"sigma_data": 0.7}),
-    ("Parameterization", "parameterizations.FDM", {"base": VELOCITY, **LEVELS}),
-    ("Weighting", "losses.FDMWarmup", {"base": "lit_diffusion.losses.Simple", "warmup_steps": 3}),
+    *(
+        ("Process", "processes.DiscreteVP", {"betas": f"{OURS}.processes.{betas}"})
+        for betas in ("CosineBetas", "LinearBetas", "SigmoidBetas")
+    ),
+    (
+        "TimestepDistribution",
+        "timesteps.Shifted",
+        SHIFTED,
+    ),
+    (
+        "Parameterization",
+        "parameterizations.FDM",
+        DAMPED,
+    ),
+    ("Weighting", "losses.FDMWarmup", {"base": SIMPLE["weighting"], "warmup_steps": 3}),
     ("Weighting", "losses.MinSNR", {"gamma": 3.0, "zero_snr_weight": 1.0}),
     ("Weighting", "losses.P2", {"gamma": 0.5}),
-    ("Weighting", "losses.SoftMinSNR", {"gamma": 2.0}),
-    ("Weighting", "losses.AsFlow", {"floor": 0.1}),
-    ("Loss", "losses.DenoisingLoss", SIMPLE),
-    ("Loss", "losses.HybridLoss", SIMPLE),
-    ("Loss", "losses.UncertaintyLoss", SIMPLE),
-    ("TimeGrid", "grids.Sections", {"counts": [3, 4]}),
-    ("TimeGrid", "grids.LogSNR", {"noisiest": -10.0}),
-    ("TimeGrid", "grids.Karras", {"rho": 5}),
-    ("TimeGrid", "grids.ShiftedGrid", {"base": EVEN, "shift": 2.0}),
-    ("Solver", "solvers.DDPM", {"variance": "lit_diffusion.gaussian.FixedSmall"}),
-    ("Solver", "solvers.DDIM", {"times": "lit_diffusion.grids.Stride", "eta": 1}),
-    ("Solver", "solvers.DPMSolverPP", {"steps": 7}),
-    ("Solver", "solvers.Heun", {"times": "lit_diffusion.grids.Karras", "churn": 40.0}),
-    ("Solver", "solvers.DPMSolverPP2S", {"eta": 1.0}),
+    *(("Loss", f"losses.{name}Loss", SIMPLE) for name in ("Denoising", "Hybrid", "Uncertainty")),
+    ("TimeGrid", "grids.ShiftedGrid", {"base": f"{OURS}.grids.Even", "shift": 2.0}),
+    ("Solver", "solvers.DDPM", {"variance": f"{OURS}.gaussian.FixedSmall"}),
     ("Solver", "solvers.UniPC", {"order": 3}),
-    ("Solver", "solvers.Euler", {"times": EVEN}),
-    ("Solver", "solvers.EulerAncestral", {"eta": 0.5}),
-    ("Guidance", "guidance.ClassifierFree", {"scale": 2.0, "rescale": 0.7}),
     ("Guidance", "guidance.ClassifierFree", {"interval": [0.3, 5.0]}),
     ("Conditioning", "conditioning.ClassLabels", {"num_classes": 10}),
 ]

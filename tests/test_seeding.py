@@ -4,7 +4,6 @@ from support.golden import close
 
 from lit_diffusion.seeding import (
     PerSampleNoise,
-    _scramble,
     classes_of,
     fold,
     index_uniforms,
@@ -53,19 +52,6 @@ def test_the_numbers_of_a_seed_are_these():
     assert classes_of(range(9, 14), 4) == [1, 2, 3, 0, 1]
 
 
-@pytest.mark.slow
-def test_no_two_of_a_million_seeds_share_a_generator():
-    offset = fold("sample")
-    assert len({_scramble(seed, offset) for seed in range(1_000_000)}) == 1_000_000
-    torch_sees = [torch.Generator().manual_seed(_scramble(s, offset)) for s in (22639, 68664)]
-    assert not torch.equal(*[torch.randn(8, generator=g) for g in torch_sees])
-
-
-def test_streams_of_one_seed_differ():
-    a, b = PerSampleNoise([1], "sample").draw((8,)), PerSampleNoise([1], "validation").draw((8,))
-    assert not torch.equal(a, b)
-
-
 def test_noise_is_standard_normal():
     x = PerSampleNoise(range(400)).draw((100,)).double()
     assert abs(x.mean()) < 4 / 200
@@ -80,10 +66,6 @@ def test_any_run_of_indices_covers_the_noise_levels_evenly():
         assert ((u >= 0) & (u < 1)).all()
         even = (torch.arange(n) + 0.5).double() / n
         assert (u - even).abs().max() < 2.5 / n
-
-
-def test_an_index_keeps_its_noise_level():
-    assert index_uniforms(torch.tensor([41])) == index_uniforms(torch.arange(100))[41]
 
 
 def test_noise_is_drawn_in_float32_whatever_the_default():

@@ -147,11 +147,6 @@ def test_deferred_signals_are_delivered_at_the_end(number):
     assert getattr(ended.value, "signal", signal.SIGINT) == number
 
 
-def test_a_second_start_keeps_the_way_back():
-    with recording(signal.SIGTERM) as recorder:
-        recorder.start()
-
-
 def test_a_thread_is_refused():
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="leave SaveOnSignal out"):
         pool.submit(SignalRecorder([signal.SIGTERM]).start).result()
