@@ -1,5 +1,4 @@
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -175,14 +174,9 @@ def test_a_schedule_bent_to_pure_noise_begins_as_it_did_and_stays_straight_to_it
     close((bent - bent[-1]) / (bent[0] - bent[-1]), (base - base[-1]) / (base[0] - base[-1]))
 
 
-@pytest.mark.parametrize("of", [copy.deepcopy, copy.copy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_of_a_process_has_its_numbers_and_none_of_its_copies_on_devices(of):
+def test_a_copy_of_a_process_leaves_its_copies_on_devices_out():
     process, t = DiscreteVP(CosineBetas(50)), torch.tensor([-1.0, 0.5, 30.25, 49.0])
-    expected = process.alpha_sigma(t)
     process.alpha_sigma(t.to("meta"))
-    again = of(process)
-    assert len(process._copies) == 2
-    assert not again._copies
-    for actual, value in zip(again.alpha_sigma(t), expected, strict=True):
-        assert torch.equal(actual, value)
-    assert len(process._copies) == 2
+    again = copy.deepcopy(process)
+    assert (len(process._copies), len(again._copies)) == (1, 0)
+    assert all(map(torch.equal, again.alpha_sigma(t), process.alpha_sigma(t)))

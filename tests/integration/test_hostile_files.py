@@ -40,6 +40,7 @@ DRAWN = (
     hostile_checkpoints.flipped,
     hostile_checkpoints.deep,
     hostile_configs.mutated,
+    hostile_configs.damaged,
     hostile_files.flipped,
 )
 FIRST, COUNT = (int(os.environ.get(name, n)) for name, n in (("FIRST_SEED", 20), ("HOSTILE", 180)))

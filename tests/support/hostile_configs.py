@@ -4,13 +4,14 @@ import functools
 import itertools
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from support.hostile import CANARY, CONFIG, FIT, TOUCH, Case, no_files
+from support.hostile import CANARY, CONFIG, FIT, TOUCH, Case, cut, flip, no_files
 
 SHIPPED = Path(__file__).parent.parent.parent / "configs" / "digits.yaml"
 MERGES = "\n".join(  # of which PyYAML itself makes 10^11 pairs
@@ -90,6 +91,22 @@ def mutated(rng: random.Random) -> Case:
     pattern = rf"{last}|{place.split('.')[0]}|{words}"
     name = f"config-{place}-{value!r:.20}"
     return Case(name, putting(place, value), FIT, pattern, harmless=True, codes=(1, 2))
+
+
+def damaged(rng: random.Random) -> Case:
+    """Cut or flipped."""
+
+    def spoil() -> None:
+        shutil.copy(SHIPPED, CONFIG)
+        if rng.random() < 0.5:
+            cut(CONFIG, rng.random())
+        else:
+            CONFIG.write_text(yaml.safe_dump(quick_digits()))
+            flip(CONFIG, rng)
+
+    short = "--trainer.max_steps=1 --trainer.limit_val_batches=1 --trainer.callbacks=[]"
+    pattern = r"small\.yaml|model|trainer|data|seed|\w+:|there is no"
+    return Case("config-damaged", spoil, f"{FIT} {short}", pattern, harmless=True, codes=(1, 2))
 
 
 PATHS = (
