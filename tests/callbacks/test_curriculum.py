@@ -157,10 +157,8 @@ def test_the_curriculum_equals_its_weight_in_expectation_and_undone_the_baseline
 BAD = [
     ({"num_steps": 0}, "num_steps must be at least 1 optimizer step, got 0"),
     ({"num_steps": math.nan}, "got nan"),
-    ({"num_steps": math.inf}, "got inf"),
     ({"mean": 300}, "a mean is a noise level u in .* got 300; divide"),
     ({"std": 0.0}, "std must be at least the width of a bin, 1 / 1000"),
-    ({"std": math.nan}, "got nan"),
     ({"std": math.inf}, "and finite, got inf"),
     ({"num_bins": 0}, "num_bins must be at least 1, got 0"),
     ({"normalize": "clamp"}, "must be 'truncate' or 'mix', got 'clamp'"),

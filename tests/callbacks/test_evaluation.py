@@ -8,15 +8,13 @@ from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from support.pictures_module import Stripes, pictures
 from support.pixels import random_images
-from support.plain_module import PlainModule, assert_close, make_trainer, trainable
-from support.plain_module import loader as plain_loader
+from support.plain_module import PlainModule, make_trainer
 from support.rising import Rising, loader, trainer
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
-from lit_diffusion.callbacks import EMA, SampleGrid
+from lit_diffusion.callbacks import SampleGrid
 from lit_diffusion.callbacks.evaluation import (
     PeriodicEvaluation,
-    averaged_weights,
     generate_images,
     indexed_loader,
     inference_mode,
@@ -88,19 +86,6 @@ def test_averages_that_lightning_puts_in_place_by_itself_are_refused_by_name(kin
     message = r"SampleGrid cannot know .* beside EMAWeightAveraging.*callbacks.EMA"
     with pytest.raises(ValueError, match=message):
         ours.setup(run, PlainModule(), "fit")
-
-
-def test_all_providers_put_their_averages_in_place(tmp_path):
-    emas = EMA((0.9,), prefix="inner.0"), EMA((0.9,), prefix="inner.3")
-    module, run = PlainModule(), make_trainer(tmp_path, *emas)
-    run.fit(module, plain_loader())
-    with averaged_weights(run) as name:
-        assert name == "ema"
-        for ema in emas:
-            average = ema.state_dict()["shadows"][0]
-            assert_close({k: trainable(module)[k] for k in average}, average, 0)
-    with averaged_weights(make_trainer(tmp_path)) as name:
-        assert name == "raw"
 
 
 # Samples

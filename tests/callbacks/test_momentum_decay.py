@@ -359,20 +359,11 @@ def test_on_resume_an_explicit_total_wins_and_none_keeps_that_of_the_checkpoint(
     assert updates(module) == expected(range(3, 12), used)
 
 
-def test_saves_before_the_first_step_have_the_state_of_the_checkpoint_and_no_other(
-    tmp_path, checkpoint
-):
-    def early_state(**options):
-        module = Recorded()
-        module.on_fit_start = lambda: module.trainer.save_checkpoint(tmp_path / "early.ckpt")
-        fit(tmp_path, module, decay, **options)
-        saved = torch.load(tmp_path / "early.ckpt", weights_only=True)["callbacks"]
-        return saved.get("MomentumDecay{'optimizers': None}")
-
+def test_the_length_of_another_run_is_forgotten(tmp_path, checkpoint):
     decay = MomentumDecay()
-    assert early_state(ckpt_path=checkpoint) == {"total_steps": 8, "steps": [3]}
+    fit(tmp_path, Recorded(), decay, ckpt_path=checkpoint)
     assert decay.state_dict() == {"total_steps": 8, "steps": [8]}
-    assert early_state(max_epochs=3) is None
+    fit(tmp_path, Recorded(), decay, max_epochs=3)
     assert decay.state_dict() == {"total_steps": 3, "steps": [3]}
 
 

@@ -1,9 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks import EMA, NoiseLevelLoss
@@ -74,11 +75,7 @@ def test_validation_within_fit_measures_the_weights_that_it_uses(tmp_path):
         assert_same_bits(metrics, expected)
 
 
-def test_a_foreign_module_needs_four_attributes_one_of_them_may_be_a_submodule(tmp_path):
-    class Codec(nn.Module):
-        def encode(self, images):
-            return images
-
+def test_a_foreign_module_needs_four_attributes(tmp_path):
     class Foreign(PlainModule):
         def per_sample_loss(self, x0, labels, t, noise, step=None):
             assert labels is None
@@ -87,7 +84,8 @@ def test_a_foreign_module_needs_four_attributes_one_of_them_may_be_a_submodule(t
     module = Foreign()
     with pytest.raises(TypeError, match="Foreign lacks process, codec, num_classes"):
         logged(tmp_path, module, loader(), NoiseLevelLoss(3))
-    module.codec, module.process, module.num_classes = Codec(), DiscreteVP(CosineBetas(10)), None
+    module.codec, module.num_classes = SimpleNamespace(encode=lambda images: images), None
+    module.process = DiscreteVP(CosineBetas(10))
     assert len(logged(tmp_path, module, loader(), NoiseLevelLoss(3))) == 3
 
 

@@ -10,12 +10,11 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from support.plain_module import PlainModule, loader, make_trainer
-from support.resuming import Death, Recipe, assert_goes_on
+from support.resuming import Recipe, assert_goes_on
 from support.spawn import spawn
 
 from lit_diffusion import signals
 from lit_diffusion.callbacks import SaveOnSignal, save_on_signal
-from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.signals import EXIT_SAVED, SavedOnSignal
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -113,22 +112,6 @@ def test_what_was_saved_goes_on_bit_for_bit(tmp_path, hook, batch):
     saver = SaveOnSignal(tmp_path / "died")
     ended = assert_goes_on(tmp_path, recipe, Sends(hook, batch), saver, error=SavedOnSignal)
     assert ended.code == EXIT_SAVED
-
-
-@pytest.mark.slow
-def test_a_validation_that_a_run_dies_in_after_a_signal_is_done_again(tmp_path):
-    """Saved before it, the run would go on behind it: its row would be lost."""
-
-    def die(*args):
-        raise Death
-
-    died = tmp_path / "died"
-    regular = LastCheckpoint(died, first=1, every_n_seconds=3600.0)
-    sends, dies = Sends("on_train_batch_start", 3), LambdaCallback(on_validation_batch_start=die)
-    recipe = Recipe(trainer=(("val_check_interval", 3),))
-    assert_goes_on(tmp_path, recipe, sends, dies, regular, SaveOnSignal(died), error=Death)
-    assert sends.sent
-    assert saved_at(died) == 1
 
 
 @pytest.mark.slow
@@ -237,19 +220,6 @@ def test_lightning_keeps_the_checkpoint_callback_that_it_has_without_it(tmp_path
     assert [type(saved) for saved in trainer.checkpoint_callbacks] == expected
     assert len(list(tmp_path.rglob("*.ckpt"))) == checkpointing
     assert trainer.callbacks[-1] is saver  # what others do in a batch is in what it saves
-
-
-def test_only_a_requeue_of_the_very_job_goes_on_by_itself(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    save(tmp_path, Sends("on_train_batch_start"))
-    for job, restarts, path in (
-        ("7", "", None),
-        ("7", "1", tmp_path / "last.ckpt"),
-        ("8", "1", None),
-    ):
-        monkeypatch.setenv("SLURM_JOB_ID", job)
-        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-        assert SaveOnSignal(tmp_path).checkpoint_of_requeue() == path
 
 
 class SlowOnRankZero(PlainModule):

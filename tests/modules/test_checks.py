@@ -1,4 +1,3 @@
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +7,10 @@ from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.guidance import ClassifierScore
 from lit_diffusion.modules.checks import (
-    FiniteDenoise,
     check_batch,
     check_clipping,
     check_data,
-    unused_classes,
 )
-from lit_diffusion.protocols import Denoised, NonFiniteSamples
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
 
 PICTURES = SimpleNamespace(image_shape=(3, 8, 8), num_classes=None)
@@ -51,13 +47,6 @@ def test_clamping_what_has_no_bounds_is_refused(clipping):
         check_clipping(Halving(), None, clipping)
 
 
-def test_classes_that_a_model_does_not_use_are_reported():
-    message = unused_classes(SimpleNamespace(class_names=("cats", "dogs")))
-    assert "2 classes (cats, dogs)" in message
-    assert "num_classes=2" in message
-    assert unused_classes(PICTURES) is unused_classes(None) is None
-
-
 IMAGES, INDEX = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.arange(2)
 PARTS = r"index \(B,\) of each .* got "
 THIRD = r"the third part of a batch must be the index \(B,\)"
@@ -79,21 +68,3 @@ def test_a_batch_that_does_not_fit_is_refused_by_what_it_holds(batch, message):
         check_batch(batch, takes_condition=False)
     check_batch((IMAGES, INDEX.int(), INDEX), takes_condition=False)
     check_batch((IMAGES, torch.zeros(2, 8), INDEX), takes_condition=True)
-
-
-@pytest.mark.parametrize(
-    ("values", "end", "seeds", "when"),
-    [
-        ([[0.0, 1.0], [0.0, math.inf], [math.nan, 0.0]], [0.0, 0.0], [5, 6], "t = 8 on"),
-        ([[0.0, 1.0], [2.0, 3.0]], [0.0, math.nan], [6], "the last step on"),
-    ],
-)
-def test_samples_are_named_with_the_time_at_which_they_went_wrong(values, end, seeds, when):
-    """A row of values a step, at t = 9, 8, ..."""
-    steps = iter(values)
-    denoise = FiniteDenoise(lambda x, t: Denoised(x + torch.tensor(next(steps)).view(-1, 1), x))
-    for i in range(len(values)):
-        denoise(torch.zeros(2, 1), torch.full((2,), 9.0 - i))
-    with pytest.raises(NonFiniteSamples, match=f"after 40 optimizer steps, from {when}") as error:
-        denoise.raise_if_non_finite(torch.tensor(end).view(-1, 1), [5, 6], 40)
-    assert error.value.seeds == seeds

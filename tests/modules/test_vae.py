@@ -179,7 +179,6 @@ def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
     ("name", "value", "message"),
     [
         ("layers_per_block", 10**30, "no config of an Autoenc"),  # would take for ever to build
-        ("norm_num_groups", -1, "no config of an Autoenc"),
         ("shift_factor", 10**400, "no config of an Autoenc"),
         ("scaling_factor", "x", "no config of an Autoenc"),
         ("_class_name", "VQModel", "holds VQModel, and an AutoencoderKL is needed"),
