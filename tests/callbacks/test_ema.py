@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from support.memory_logger import MemoryLogger
 from support.plain_module import (
@@ -308,25 +307,6 @@ def test_parameters_that_are_unfrozen_added_or_replaced_are_averaged_from_then_o
         assert torch.equal(module.inner[3].weight, shadows(ema)["inner.3.weight"])
 
 
-@pytest.mark.slow
-def test_compiled_modules_are_averaged_under_the_names_of_uncompiled_ones(tmp_path):
-    def compiled():
-        module = PlainModule()
-        module.inner = torch.compile(module.inner, backend="eager")
-        module.shared = nn.Identity()
-        return module
-
-    fit(tmp_path, PlainModule(), plain := EMA((DECAY,)), StepSeed(1))
-    ema, again, spy = EMA((DECAY,), prefix="inner"), EMA((DECAY,), prefix="inner"), Spy()
-    trainer = fit(tmp_path, compiled(), ema, spy, StepSeed(1), num_sanity_val_steps=0)
-    assert_same_bits(shadows(ema), shadows(plain))
-    weights = {name.replace("_orig_mod.", ""): v for name, v in spy.weights[0].items()}
-    assert_close(weights, shadows(ema), 0)
-    trainer.save_checkpoint(tmp_path / "c.ckpt")
-    fit(tmp_path, compiled(), again, ckpt_path=tmp_path / "c.ckpt", max_epochs=1)
-    assert_same_bits(shadows(again), shadows(ema))
-
-
 @pytest.mark.parametrize("start", [3, 20])
 def test_until_the_start_the_averages_are_the_weights(tmp_path, start):
     ema, watch = EMA((DECAY,), start=start), Watch()
@@ -580,12 +560,6 @@ def test_two_averages_of_different_submodules_coexist_and_overlapping_ones_are_r
     for prefix in ("", "inner", "inner.0.weight"):
         with pytest.raises(ValueError, match="several decays"):
             fit(tmp_path, PlainModule(), first, EMA(prefix=prefix))
-
-
-def test_a_weights_only_checkpoint_callback_is_warned_of(tmp_path):
-    saves = ModelCheckpoint(tmp_path, save_weights_only=True)
-    with pytest.warns(UserWarning, match="raw weights only"):
-        fit(tmp_path, PlainModule(), EMA(), saves, enable_checkpointing=True)
 
 
 def test_an_average_that_is_not_finite_is_named_and_never_saved(tmp_path):

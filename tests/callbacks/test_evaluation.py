@@ -4,13 +4,11 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from support.pictures_module import Stripes, pictures
 from support.pixels import random_images
 from support.plain_module import PlainModule, make_trainer
 from support.rising import Rising, loader, trainer
-from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from lit_diffusion.callbacks import SampleGrid
 from lit_diffusion.callbacks.evaluation import (
@@ -158,13 +156,6 @@ def test_images_are_spread_over_the_data_set_and_all_of_a_small_one():
     assert (unlabelled.labels, unlabelled.images.shape) == (None, (4, 1, 2, 2))
 
 
-def test_data_sets_that_fetch_whole_batches_are_read_too():
-    data = Digits(batch_size=7)
-    fixed = read_fixed_images(data.train_dataloader(), 3)
-    assert fixed.indices == [0, 479, 958]
-    assert torch.equal(fixed.images, data.images("train")[fixed.indices])
-
-
 def test_a_running_epoch_of_the_loader_goes_on_undisturbed():
     loader = pictures(num_workers=1, persistent_workers=True)
     epoch = iter(loader)
@@ -172,17 +163,6 @@ def test_a_running_epoch_of_the_loader_goes_on_undisturbed():
     read_fixed_images(loader, 2)
     rest = list(epoch)
     assert torch.equal(torch.cat([b[0] for b in [first, *rest]]), torch.cat([b[0] for b in loader]))
-
-
-@pytest.mark.parametrize(
-    "wrapper", [None, DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper]
-)
-def test_a_sampler_of_a_subset_makes_the_items_a_subset(wrapper):
-    sampler = SubsetRandomSampler([11, 3, 7])
-    if wrapper:  # as Lightning's, on two ranks
-        sampler = wrapper(sampler, num_replicas=2, rank=1)
-    images = read_fixed_images(DataLoader(Stripes(), 2, sampler=sampler), 9).images
-    assert torch.equal(images, torch.stack([Stripes()[i][0] for i in (11, 3, 7)]))
 
 
 def test_streams_and_ready_made_batches_have_no_indices():

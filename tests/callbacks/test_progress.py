@@ -50,14 +50,6 @@ def test_it_takes_the_place_of_the_trainers_bar():
     assert trainer.progress_bar_callback is callback
 
 
-def test_other_ranks_are_silent(capsys):
-    callback = PlainProgress()
-    callback.disable()
-    fit(callback, max_steps=2)
-    callback.print("nothing")
-    assert lines(capsys) == []
-
-
 def test_a_time_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="every_n_seconds must be > 0"):
         PlainProgress(every_n_seconds=0)

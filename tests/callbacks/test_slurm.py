@@ -61,12 +61,6 @@ def test_a_refusal_of_slurm_is_reported(program):
     )
 
 
-def test_a_busy_controller_is_asked_again(program, tmp_path):
-    fails_once = f"[ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; exit 1; }}; "
-    program(fails_once + scontrol(RUNNING))
-    assert requeue_job("12", signal.SIGUSR1) == "SLURM job 12 is requeued"
-
-
 @pytest.mark.parametrize(
     ("job", "restarts", "same"),
     [("7", "2", True), ("7", "3", True), ("7", None, False), ("7", "1", False), ("8", "2", False)],

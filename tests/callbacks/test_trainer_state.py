@@ -53,7 +53,6 @@ def test_batches_whose_gradients_wait_that_validation_follows_and_that_are_the_l
         ({"max_steps": 7, "max_epochs": 1}, {}, 5),
         ({"max_epochs": 2, "accumulate_grad_batches": 3}, {}, 4),
         ({"max_epochs": 4}, {0: 1, 1: 2, 3: 9}, 5 + 3 + 3 + 1),
-        ({"max_epochs": 4, "max_steps": 7}, {0: 1, 1: 2}, 7),
         ({"max_epochs": -1, "max_steps": 7}, {0: 1, 1: 2}, 7),
     ],
 )
@@ -178,17 +177,6 @@ def test_a_nested_state_is_gathered_and_the_rest_of_it_kept(split):
     assert whole["a"][1][1] == 3
     assert whole["b"]["c"] is state["b"]["c"]
     assert trainer_state.gather_state({"a": [2]}) == {"a": [2]}
-
-
-def test_resharding_drops_the_whole_weights_that_a_forward_pass_left(split):
-    x = torch.ones(1, 3)
-    with torch.no_grad():
-        split(x)
-        assert not is_dtensor(split.weight)
-        trainer_state.reshard(split)
-        assert is_dtensor(split.weight)
-        trainer_state.local_part(split.weight).zero_()
-        assert torch.equal(split(x)[0], split.bias)
 
 
 @pytest.mark.parametrize(

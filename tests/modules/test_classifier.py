@@ -129,8 +129,3 @@ def test_digits_are_recognised_through_noise_and_every_fit_is_the_same(tmp_path)
         trainer.fit(classifier, Digits(batch_size=64))
         ends.append(trainer.callback_metrics["val/accuracy"].item())
     assert ends[0] == ends[1] > 0.3
-
-
-def test_data_of_another_shape_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"image_shape is \(1, 1, 1\) in the module"):
-        make_trainer(tmp_path, max_steps=1).fit(module(TwoModes()), Digits(batch_size=64))

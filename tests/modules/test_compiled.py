@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback
 from support.plain_module import make_trainer
 from support.resuming import Recipe, assert_undisturbed
 from support.small_networks import NETWORKS, gradients, smallest
@@ -43,16 +43,6 @@ def test_gradients_of_cuda_graphs_are_not_accumulated():
         check_accumulation(*fine)
     with pytest.raises(ValueError, match="accumulate_grad_batches=4; use compile='default'"):
         check_accumulation("reduce-overhead", cuda, 4)
-
-
-def test_nor_are_they_in_a_later_epoch(tmp_path, monkeypatch):
-    """The scheduler of Lightning is asked for all its epochs, before anything is compiled."""
-    largest = []
-    monkeypatch.setattr(compiled, "check_accumulation", lambda *args: largest.append(args[2]))
-    module = tiny_diffusion(compile="reduce-overhead")
-    module.trainer = make_trainer(tmp_path, GradientAccumulationScheduler({0: 1, 5: 4}))
-    module.setup("fit")
-    assert largest == [4]
 
 
 def test_only_a_fit_compiles(tmp_path):

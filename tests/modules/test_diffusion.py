@@ -122,14 +122,6 @@ def test_samples_that_are_not_finite_are_named_and_never_images(solver, value):
     assert len(model.generate([0, 1, 3])) == 3
 
 
-def test_an_unconditional_model_takes_no_label_for_an_answer():
-    model = module(UNet(1, 1, **SMALL), num_classes=None, label_dropout=0.0)
-    none = torch.tensor([-1, -1])
-    assert torch.equal(model.generate([0, 1], none), model.generate([0, 1]))
-    seeds = DataLoader(TensorDataset(torch.arange(2), none), batch_size=2)
-    assert torch.equal(trainer().predict(model, seeds)[0], model.generate([0, 1]))
-
-
 def test_predictions_are_samples_of_the_given_seeds_and_labels():
     model, labels = module(), torch.tensor([1, 2, 0, 1, 2])
     seeds = DataLoader(TensorDataset(torch.arange(5), labels), batch_size=2)
@@ -389,17 +381,6 @@ def test_training_works_with_dynamic_loss_scaling():
     assert np.isfinite(losses_of(fp16, module(), loader())).all()
 
 
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_the_network_and_its_input_have_the_memory_format_asked_for(channels_last):
-    model, inputs = module(channels_last=channels_last), []
-    model.network.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    images = torch.rand(2, 1, 8, 8)
-    model.per_sample_loss(images, None, torch.zeros(2), images)
-    weight = next(p for p in model.network.parameters() if p.ndim == 4 and p.shape[1] > 1)
-    assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
-    assert inputs[0].is_contiguous(memory_format=model.memory_format)
-
-
 # Bad input
 
 
@@ -502,16 +483,6 @@ def test_an_inpainted_image_keeps_what_is_masked_to_the_last_bit():
     assert torch.equal(inpainted[..., :3], images[..., :3])
     assert (inpainted[..., 3:] != images[..., 3:]).float().mean() > 0.5
     assert torch.equal(inpainted[1:2], trained.inpaint(images[1:2], mask, [1], resamples=2))
-
-
-def test_whoever_watches_is_told_of_every_step_however_samples_are_made():
-    trained, images = module(solver=DDIM(4)), loader(n=2).dataset.tensors[0]
-    alone, steps = trained.generate(range(2)), []
-    trained.watch = lambda step, t, x_t, x0: steps.append(step)
-    assert torch.equal(trained.generate(range(2)), alone)
-    trained.edit(images, range(2), strength=0.5)
-    trained.inpaint(images, torch.zeros(1, 1, 8, 8), range(2), resamples=2)
-    assert steps == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
 
 
 def test_inpainting_leaves_out_no_classifier():
