@@ -1,7 +1,6 @@
 import errno
 import os
 import re
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -86,15 +85,11 @@ def test_the_weights_asked_for_are_those_exported(run, weights, named):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("convert", "say export or import first, got nothing."),
         ("convert export --out x", "checkpoint must be given"),
         ("convert export --checkpoint nowhere --out x", "run folder or checkpoint nowhere"),
         (f"{IMPORT} --network.num_heads=5", "num_heads"),
         (f"{IMPORT} --network.num_heads=4 --network.depth=1e30", "dit.pt"),
-        (f"{IMPORT} --network.num_heads=[", "--network.num_heads=[ must be --network.NAME=VALUE"),
         (f"{IMPORT} --network.num_heads={'9' * 5000}", "must be --network.NAME=VALUE in YAML"),
-        (f"{IMPORT} --network.num_heads", "there is no option 'network.num_heads'"),
-        (f"{IMPORT} --network.num_heads=4 --network.wings=2", "DiT cannot be built"),
         ("convert export --checkpoint run --out x --vae vae", "--vae vae belongs to --format diff"),
         ("convert import no.pt --kind dit --out out", "There is no file no.pt "),
     ],
@@ -107,18 +102,6 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(dit, run, capsys, command, m
     assert not Path("out").exists()
 
 
-def flip_a_bit():
-    data = bytearray(Path("dit.pt").read_bytes())
-    with zipfile.ZipFile("dit.pt") as members:
-        data[members.getinfo("dit/data/0").header_offset + 1000] ^= 64
-    Path("dit.pt").write_bytes(data)
-
-
-def replace_by_pipe():
-    Path("dit.pt").unlink()
-    os.mkfifo("dit.pt")
-
-
 def change(convert):
     state = torch.load("dit.pt")
     torch.save({name: convert(value) for name, value in state.items()}, "dit.pt")
@@ -129,10 +112,7 @@ def change(convert):
     [
         (lambda: change(lambda x: x.where(x < x.max(), torch.nan)), "pos_embed are not"),
         (lambda: change(torch.Tensor.int), "pos_embed is torch.int32"),
-        (lambda: change(torch.Tensor.to_sparse), "torch.sparse_coo"),
         (lambda: change(lambda x: x[..., 0]), "not of --kind dit"),
-        (flip_a_bit, "the checksum of dit/data/0 is wrong"),
-        (replace_by_pipe, "dit.pt is no regular file, but a pipe"),
     ],
 )
 def test_a_file_that_is_no_published_one_is_refused_with_the_fault(dit, capsys, spoil, message):

@@ -15,7 +15,7 @@ from support.small_digits import small_digits
 from support.tiny_run import spec
 
 from lit_diffusion import load
-from lit_diffusion.cli.encoding import encode_shards, launcher_rank_and_world_size, plan_shards
+from lit_diffusion.cli.encoding import encode_shards, plan_shards
 from lit_diffusion.cli.generator import load_generator
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import LatentIndex, Latents
@@ -68,10 +68,8 @@ def check_edits():
     ):
         generator = load_generator(sampling(f"--init crops/a/0.png {option}"))
         assert torch.equal(generator.generate(range(2)), expected)
-    Image.new("L", (32, 32)).save("grey.png")
-    for init, shape in (("pictures/a/0.png", "3, 32, 40"), ("grey.png", "1, 32, 32")):
-        with pytest.raises(ValueError, match=rf"is \({shape}\), and must be \(3, 32, 32\)"):
-            load_generator(sampling(f"--init {init}"))
+    with pytest.raises(ValueError, match=r"is \(3, 32, 40\), and must be \(3, 32, 32\)"):
+        load_generator(sampling("--init pictures/a/0.png"))
 
 
 @pytest.mark.slow
@@ -127,10 +125,10 @@ def source(tmp_path_factory):
     return folder
 
 
-def open_source(source, size=16):
+def open_source(source):
     cache = str(source / "cache")
     folder = str(source / "pictures")
-    images = ImageFolder(folder, folder, size, strict=False, num_workers=0, cache_dir=cache)
+    images = ImageFolder(folder, folder, 16, strict=False, num_workers=0, cache_dir=cache)
     return images, VAECodec(str(source / "vae"), batch_size=2)
 
 
@@ -205,9 +203,6 @@ def test_a_folder_of_other_latents_is_left_alone(source, whole, tmp_path):
     before = content(whole)
     with pytest.raises(ValueError, match="whose shard_size is 3, and this call's is 2; choose"):
         encode(source, whole, shard_size=2)
-    images, codec = open_source(source, size=8)
-    with pytest.raises(ValueError, match="choose another --out"):
-        plan_shards(images, codec, whole, 3, True)
     small_vae.save(tmp_path / "vae", channels=(8, 16))
     with pytest.raises(ValueError, match="whose vae_sha256 is"):
         plan_shards(open_source(source)[0], VAECodec(str(tmp_path / "vae")), whole, 3, True)
@@ -242,17 +237,3 @@ def test_moments_that_are_not_finite_are_refused(source, tmp_path):
     with pytest.raises(ValueError, match=r"latents-00000.* finite .*the VAE vae gives others"):
         encode_shards(images, codec, tmp_path / "out", index, CPU)
     assert list(content(tmp_path / "out")) == ["index.json"]
-
-
-def test_launchers_say_which_share_is_ours(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
-        monkeypatch.delenv(name, raising=False)
-    for variables, expected in (
-        ({}, (0, 1)),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, (0, 1)),  # a job's script shares with nobody
-        ({"SLURM_STEP_ID": "0"}, (1, 4)),
-        ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
-    ):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        assert launcher_rank_and_world_size() == expected

@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -156,24 +155,15 @@ def test_data_that_a_checkpoint_alone_names_are_not_touched(
 # Mistakes
 
 
-GENERATING = (
-    *("--num", "--out", "--weights", "--labels", "--prompt", "--steps", "--solver", "--guidance"),
-    *("--guidance_interval", "--guidance_rescale", "--weaker", "--classifier", "--init"),
-    *("--strength", "--mask", "--seed", "--ema", "--float32_precision"),
-)
-
-
 def test_options_for_generating_images_are_refused_beside_images_by_name(run, capsys):
-    for name in GENERATING:
+    actions = evaluate.build_parser()._actions
+    options = {name for action in actions for name in action.option_strings}
+    for name in options - {"-h", "--help", *evaluate.WITH_IMAGES}:
         value = {"--guidance_interval": "0.1,2", "--float32_precision": "tf32"}.get(name, 1)
         assert call(f"evaluate --images x --checkpoint run {name}={value}") == 2
         assert f"leave out {name}, which would" in capsys.readouterr().err
     assert call("evaluate --images x --seed 3 --reference real --steps 2") == 2
     assert "leave out --seed, --steps, which would say how" in capsys.readouterr().err
-    options = {
-        name for action in evaluate.build_parser()._actions for name in action.option_strings
-    }
-    assert options - {"-h", "--help"} == {*evaluate.WITH_IMAGES, *GENERATING}
 
 
 @pytest.mark.parametrize(
@@ -182,8 +172,6 @@ def test_options_for_generating_images_are_refused_beside_images_by_name(run, ca
         ("evaluate", "give --checkpoint C, --images DIR, or both."),
         ("evaluate --images x", "--images needs either --reference, a folder"),
         ("evaluate --data nowhere.yaml --images full --extractor digits-cnn", "There is no config"),
-        ("evaluate --images full --checkpoint nowhere", "checkpoint nowhere"),
-        (f"{RUN} --reference nowhere", "nowhere is neither a folder of images nor an .npz"),
         (f"{RUN}x", "there is no FID protocol 'digits-cnnx'"),
         (f"{RUN} --out full", "--out full already holds images"),
     ],
@@ -251,21 +239,14 @@ def test_an_unscored_run_has_the_extractor_of_its_config(run):
 
     assert configure("digits-cnn") == "digits-cnn"
     assert configure(spec("EmbeddedCNN", name="patches-cnn")) == "patches-cnn"
-    inception = "lit_diffusion.metrics.extractors.InceptionV3Compat"
-    assert configure(spec(inception, weights_path=None)) == "inception-v3-compat"
     own = "elsewhere/own.safetensors"
-    for name in ("own-12345678", "own-large-0000aaaa", "own"):
-        Path(f"run/{name}.safetensors").touch()
-    for extractor in (own, spec("TrainedCNN", path=own)):
-        assert Path(configure(extractor)).name == "own-12345678.safetensors"
+    Path("run/own-12345678.safetensors").touch()
+    assert Path(configure(spec("TrainedCNN", path=own))).name == "own-12345678.safetensors"
     Path("run/own-9abcdef0.safetensors").touch()
-    for extractor in (own, "elsewhere/other.safetensors"):  # two copies, and none in the folder
-        with pytest.raises(ValueError, match=r"one copy .*, has .*; .* --extractor"):
-            configure(extractor)
-    others = spec("my.EmbeddedCNN", name="digits-cnn"), spec("EmbeddedCNN"), None
-    for extractor in (*others, spec(inception, sha256="0", weights_path="x.pth")):
-        with pytest.raises(ValueError, match=rf"got {re.escape(repr(extractor))}; .* --extractor"):
-            configure(extractor)
+    with pytest.raises(ValueError, match=r"one copy .*, has .*; .* --extractor"):  # which?
+        configure(own)
+    with pytest.raises(ValueError, match=r"got .*my\.EmbeddedCNN.*; .* --extractor"):
+        configure(spec("my.EmbeddedCNN", name="digits-cnn"))
 
 
 def test_a_record_names_no_extractor_outside_of_its_run_folder(run):

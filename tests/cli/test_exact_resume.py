@@ -12,7 +12,7 @@ from support.saving import fit
 from support.tiny_run import TinyData, TinyModule, TinyNet, TwoOptimizers
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_diffusion.cli.exact_resume import BETWEEN_BATCHES, ExactResume, save_interval
+from lit_diffusion.cli.exact_resume import BETWEEN_BATCHES, ExactResume
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 
@@ -149,7 +149,6 @@ def run(tmp_path, monkeypatch):
     "keeper",
     [
         {"every_n_train_steps": 1, "save_top_k": -1},
-        {"every_n_train_steps": 1, "save_top_k": -1, "filename": "kept"},
         {"every_n_train_steps": 2},
         {"monitor": "train/loss", "every_n_train_steps": 1, "save_top_k": 2, "filename": "best"},
         {"monitor": "val/loss", "every_n_train_steps": 1, "save_top_k": 2},
@@ -202,14 +201,6 @@ def training_steps(folder):
     return [row["step"] for row in read_rows(folder / "metrics.csv") if "train/loss" in row]
 
 
-@pytest.mark.parametrize("interval", [3, 5])
-def test_another_interval_of_validation_at_a_resume_shifts_no_row(tmp_path, interval):
-    options = {"check_val_every_n_epoch": None}
-    logged_fit(tmp_path, 6, val_check_interval=2, **options)
-    logged_fit(tmp_path, 10, tmp_path / "last.ckpt", val_check_interval=interval, **options)
-    assert training_steps(tmp_path) == [str(step) for step in range(10)]
-
-
 def test_rows_are_deleted_by_the_steps_they_are_logged_at_not_by_those_of_all_optimizers(tmp_path):
     def run(max_steps, ckpt_path=None):
         module = TwoOptimizers(TinyNet(3), torch.optim.Adam)
@@ -242,13 +233,3 @@ def test_a_checkpoint_names_no_file_elsewhere_for_deletion(tmp_path, file):
     callbacks = [savers()[0], ExactResume()]
     with pytest.raises(ValueError, match="would delete it, and its folder is"):
         fit(savers()[1], tmp_path, tmp_path / "last.ckpt", callbacks=callbacks, max_steps=4)
-
-
-def test_the_state_of_a_model_checkpoint_is_what_it_was_restored_from(tmp_path):
-    assert save_interval(ModelCheckpoint(every_n_train_steps=7)) == 7
-    assert save_interval(ModelCheckpoint(every_n_epochs=7)) == 0
-    saver = ModelCheckpoint(tmp_path, monitor="val/loss")
-    fit(saver, tmp_path, callbacks=[ExactResume()], max_steps=4)
-    state = torch.load(saver.best_model_path)["model_checkpoints"][saver.state_key]
-    assert state.keys() == {name for name in state if hasattr(saver, name)}
-    assert (state["_last_global_step_saved"], saver._last_global_step_saved) == (0, 4)

@@ -74,21 +74,10 @@ def test_what_a_kill_at_the_end_has_left_is_gone_before_the_first_batch(tmp_path
     assert names == []
 
 
-class Stop(pl.Callback):
-    """Ends a run after a number of batches."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def on_train_batch_end(self, trainer, *args):
-        trainer.should_stop = trainer.fit_loop.total_batch_idx + 1 == self.batches
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"max_steps": 4},
-        {"callbacks": [Stop(6)]},
         {"max_epochs": 2, "max_steps": -1, "limit_val_batches": 0},
         {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": 3},
         {"max_steps": 5, "val_check_interval": 2},

@@ -56,13 +56,6 @@ def test_a_row_logged_ahead_stands_where_it_is_logged(tmp_path, is_right):
     assert ahead.read_text() == whole.read_text()
 
 
-def test_a_validation_logged_after_the_resume_keeps_the_training_row_of_its_step(tmp_path):
-    AppendingCSVLogger(tmp_path).log_metrics({"train/loss": 1.0, "epoch": 0}, step=3)
-    AppendingCSVLogger(tmp_path).log_metrics({"val/loss": 2.0, "epoch": 0}, step=3)
-    AppendingCSVLogger(tmp_path).log_metrics({"val/loss": 3.0, "epoch": 0}, step=3)
-    assert [row.get("train/loss") for row in read_rows(tmp_path / "metrics.csv")] == ["1.0", None]
-
-
 def test_a_score_of_the_step_that_a_run_goes_on_from_stays(tmp_path):
     """It was logged before the checkpoint; the training rows of that number come after it."""
     rows = [{"val/fid": 3.0}, {"train/loss": 1.0}, {"val/loss": 2.0}]

@@ -1,4 +1,3 @@
-import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,25 +9,13 @@ from support.saving import fit
 from lit_diffusion.cli.run_folder import read_command_line
 from lit_diffusion.cli.run_outputs import RunConfig, fid_rows, resume_line
 
-RECORD = {"metric": "val/fid_360", "value": 4.0, "step": 20, "floor": 2.0}
 
-
-@pytest.mark.parametrize(
-    ("records", "expected"),
-    [
-        ([], {}),
-        (
-            [RECORD | {"value": 3.5, "step": 10}, RECORD],
-            {"val/fid_360": "4 at step 20, best 3.5 at step 10; real images in their place: 2"},
-        ),
-        (  # of samples that were not finite
-            [RECORD, RECORD | {"value": None, "step": 30}],
-            {"val/fid_360": "NaN at step 30, best 4 at step 20; real images in their place: 2"},
-        ),
-    ],
-)
-def test_a_summary_has_the_last_the_best_and_the_floor_of_each_fid(records, expected):
-    assert dict(fid_rows(records)) == expected
+def test_a_summary_has_the_last_the_best_and_the_floor_of_each_fid():
+    record = {"metric": "val/fid_360", "value": 4.0, "step": 20, "floor": 2.0}
+    diverged = record | {"value": None, "step": 30}
+    text = "NaN at step 30, best 4 at step 20; real images in their place: 2"
+    assert dict(fid_rows([record, diverged])) == {"val/fid_360": text}
+    assert fid_rows([]) == []
 
 
 @pytest.mark.parametrize(
@@ -58,9 +45,7 @@ def test_a_fit_that_was_stopped_resumes_as_it_says(options, folder):
     assert "2 steps since step 1 are lost" in resume_line(request, 3, signal.SIGINT, False)
 
 
-def test_a_config_says_what_the_run_was_computed_on_and_is_whole_or_not_there(
-    tmp_path, monkeypatch
-):
+def test_a_config_says_what_the_run_was_computed_on(tmp_path):
     parser = SimpleNamespace(dump=lambda config, **options: "trainer: {}\n")
     fit(RunConfig(parser, None), tmp_path, max_steps=1)
     first, *rest = (tmp_path / "config.yaml").read_text().splitlines()
@@ -69,12 +54,3 @@ def test_a_config_says_what_the_run_was_computed_on_and_is_whole_or_not_there(
         f"# torch {torch.__version__} on 1 x cpu, float32 matmul precision {precision}, Adam"
     )
     assert rest == ["trainer: {}"]
-
-    def full(descriptor):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    (tmp_path / "other").mkdir()
-    with pytest.raises(OSError, match="No space left"):
-        fit(RunConfig(parser, None), tmp_path / "other")
-    assert not list((tmp_path / "other").glob("*.yaml"))

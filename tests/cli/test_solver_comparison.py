@@ -1,16 +1,12 @@
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from support.commands import call
 from support.small_digits import write_small_digits
 from support.tiny_run import spec
-
-from lit_diffusion.modules.diffusion import DiffusionModule
 
 LAST = "run/checkpoints/last.ckpt"
 
@@ -81,9 +77,6 @@ def test_solvers_that_the_process_refuses_are_named_with_the_reason(capsys):
     assert "names no data with splits to compare with" in err
     assert "Left out: Heun in 1, 2 steps: Heun does not fit DiscreteVP: the solver needs" in out
     assert [bool(cell["left_out"]) for cell in cells()] == [False, False, True, True]
-    height = Image.open("out/comparison.png").height
-    assert compare("DDIM --compare_steps 1,2", "one") == 0
-    assert height == Image.open("one/comparison.png").height  # no row without images
     assert compare("Heun --compare_steps 2", "none") == 2
     assert "no solver can run. Left out: Heun in 2 steps" in capsys.readouterr().err
 
@@ -102,45 +95,3 @@ def test_all_solvers_take_the_grid_that_the_run_names():
     assert not Path("out/Euler-2").exists()
     assert call("sample --checkpoint run --num 6 --out euler --solver Euler --steps 2") == 0
     assert same_images("euler", "out/DDIM-2")
-
-
-def test_solvers_take_arguments_and_names_in_any_case():
-    leave_out_scores()
-    assert compare("dpmsolverpp,Heun --compare_steps 4 --solver.order 3 --solver.eta 1") == 0
-    multistep, heun = cells()
-    assert "order=3, eta=1.0" in multistep["sampling"]["solver"]
-    assert "Heun has no argument 'order'" in heun["left_out"]
-    options = json.loads(Path("out/comparison.json").read_text())["solver_options"]
-    assert options == ["--solver.order", "3", "--solver.eta", "1"]
-    one = "--solver DPMSolverPP --steps 4 --solver.order 3 --solver.eta 1"
-    assert call(f"sample --checkpoint run --num 6 --out one {one}") == 0
-    assert same_images("one", "out/DPMSolverPP-4")
-
-
-@pytest.mark.slow
-def test_a_call_that_was_stopped_generates_what_is_left(monkeypatch, capsys):
-    command = "DDIM,Euler --compare_steps 1 --batch-size 4"
-    assert compare(command) == 0
-    files = [Path("out") / name for name in ("comparison.png", "comparison.csv", "comparison.json")]
-    before = [file.read_bytes() for file in files]
-    for file in files:
-        file.unlink()
-    shutil.rmtree("out/Euler-1")
-    assert compare(f"{command} --seed 1") == 2
-    assert "--out out/DDIM-1 already holds images" in capsys.readouterr().err
-    generate, calls = DiffusionModule.generate, []
-    monkeypatch.setattr(
-        DiffusionModule, "generate", lambda *args: calls.append(args) or generate(*args)
-    )
-    assert compare(command) == 0
-    assert len(calls) == 2  # batches
-    assert [file.read_bytes() for file in files] == before
-    assert compare(command) == 2
-
-
-def test_images_that_are_not_finite_are_left_out(capsys):
-    state = torch.load(LAST, weights_only=True)["state_dict"]
-    nans = {name: value * torch.nan for name, value in state.items()}
-    change_checkpoint("state_dict", nans)
-    assert compare("DDIM --compare_steps 2 --weights raw") == 2
-    assert "Left out: DDIM in 2 steps: 6 samples are not finite" in capsys.readouterr().err

@@ -76,10 +76,8 @@ def test_a_run_is_scored_by_the_network_of_its_user_and_takes_it_along(capsys):
     ("config", "options", "message"),
     [
         ("model: {}", "", "names no data"),
-        (CONFIG, "--steps 0", "steps >= 1"),
         (CONFIG, "--out photos.yaml", "ends in .safetensors"),
         (CONFIG, "--out there.safetensors", "there already"),
-        (CONFIG, "--data.init_args.trian=photos", "trian"),
         (CONFIG, "--data=pipe", "pipe is no regular file"),
         (CONFIG.replace("train: photos, ", ""), "", "train must be given"),
     ],

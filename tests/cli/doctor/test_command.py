@@ -6,22 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.commands import call
-from support.tiny_run import tiny_config, write_config
 
 from lit_diffusion.cli.doctor import checks
-from lit_diffusion.cli.doctor.checks import Finding, Level, check_ranks, examine, report
+from lit_diffusion.cli.doctor.checks import Finding, Level, check_ranks, report
 
 DIGITS = str(Path(__file__).parents[3] / "configs" / "digits.yaml")
 NARROW = "--model.init_args.network.init_args.model_channels=8"
-
-
-@pytest.fixture(autouse=True)
-def _empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    monkeypatch.setattr("torch.hub._hub_dir", None, raising=False)
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_digits_yaml(capfd):
@@ -62,35 +52,11 @@ def test_only_problems_fail(monkeypatch, capsys):
     assert capsys.readouterr().out == ""  # one process of several reports
 
 
-def test_a_check_that_fails_leaves_the_others(monkeypatch):
-    def check_nothing(run):
-        raise KeyError("x")
-
-    monkeypatch.setattr(checks, "CHECKS", (check_nothing, checks.check_length))
-    config = str(write_config(tiny_config()))
-    broken, length = examine(["--config", config, "--trust", "support"], seconds=0.0)
-    assert (broken.level, broken.topic) == (Level.PROBLEM, "check_nothing")
-    assert length.topic == "length"
-
-
-def test_configs_may_come_first_without_their_option(monkeypatch):
-    calls = []
-    for name in ("a.yaml", "b.yaml"):
-        Path(name).touch()
-    monkeypatch.setattr(checks, "examine", lambda options: calls.append(options) or [])
-    assert call("doctor a.yaml b.yaml --x -1") == 0
-    assert calls == [["--config", "a.yaml", "--config", "b.yaml", "--x", "-1"]]
-
-
 def test_the_most_serious_comes_first_in_one_line():
-    findings = [
-        Finding(Level.OK, "a", "1"),
-        Finding(Level.NOTE, "bb", "2"),
-        Finding(Level.PROBLEM, "c", "3\n  4\n"),
-        Finding(Level.WARNING, "d", "5"),
-    ]
+    levels = (Level.OK, Level.NOTE, Level.PROBLEM, Level.WARNING)
+    findings = [Finding(level, "topic", "3\n  4\n") for level in levels]
     lines = [line.split() for line in report(findings).splitlines()]
-    assert lines[0] == ["problem", "c", "3", "4"]
+    assert lines[0] == ["problem", "topic", "3", "4"]
     assert [line[0] for line in lines[1:4]] == ["warning", "note", "OK"]
     assert lines[5][:4] == ["1", "problem(s),", "1", "warning(s):"]
 
