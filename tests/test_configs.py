@@ -119,13 +119,22 @@ def callback(path):
 
 def test_every_config_is_started_by_a_test():
     assert {f.stem for f in CONFIGS.glob("*.yaml")} == {
-        *("folder", "folder-small", "cifar10-uvit"),
+        *("folder", "folder-small", "cifar10-uvit", "dit-1b"),
         *WITHOUT_FILES,
         *GANS,
         *LATENTS,
         *chain(*FOLDERS.values()),
     }
     assert {f.name for f in CONFIGS.glob("arms/*") if f.is_dir()} == FOLDERS.keys()
+
+
+def test_a_network_too_large_for_this_machine_is_planned(capsys):
+    """`tests/modules/test_sharding.py` trains a small one so."""
+    assert main(["plan", "--config", str(CONFIGS / "dit-1b.yaml"), "--ranks=8,64"]) == 0
+    title, _, weights, *_ = capsys.readouterr().out.splitlines()
+    assert title == "DiT: 1,009,945,632 weights, 32 images on each rank"
+    shares = [float(cell) for cell in weights.split()[2:]]
+    assert shares == pytest.approx([4 * 1009945632 / 2**30 / ranks for ranks in (8, 64)], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ COMMANDS = {
         "cli.doctor.command",
         "say what would go wrong with a run, before it starts",
     ),
+    "plan": ("cli.plan", "memory and communication of a fit whose weights are split over ranks"),
     "train-extractor": ("cli.train_extractor", "train a network for FID on images of one's own"),
     "fetch-weights": ("cli.fetch_weights", "download the network of FID, for use without internet"),
 }

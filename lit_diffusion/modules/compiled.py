@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_diffusion.gaussian import step_table
+from lit_diffusion.modules.sharding import network_blocks
 from lit_diffusion.protocols import Condition, Loss, Parameterization, Prediction, Process, by_part
 
 CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
@@ -37,15 +38,16 @@ def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: i
         )
 
 
-def compile_network(network: nn.Module, mode: CompileMode) -> None:
-    """Compile a network in place, at its next call.
+def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = False) -> None:
+    """Compile a network, or each of its blocks, in place, at its next call.
 
     Sizes of tensors are constants of a graph, unless `run_compiled` marks them as dynamic. By its
     default torch makes them dynamic at the second size that it meets, and uses that slower graph
     from then on; a step's bits would depend on the sizes before it, and a resumed fit would differ
     from one that did not stop.
     """
-    network.compile(mode=mode, dynamic=False)
+    for part in network_blocks(network) if by_block else (network,):
+        part.compile(mode=mode, dynamic=False)
 
 
 def run_compiled(

@@ -9,6 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRScheduler
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from lit_diffusion.codecs import PixelCodec, encode_for_training
 from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.distributed import total_norm
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.modules import checks, compiled
+from lit_diffusion.modules import checks, compiled, sharding
 from lit_diffusion.modules.compiled import CompileMode
 from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.protocols import (
@@ -184,13 +185,24 @@ class DiffusionModule(LightningModule):
                 if isinstance(callback, GradientAccumulationScheduler):
                     factors += callback.scheduling.values()
             compiled.check_accumulation(mode, device, max(factors))
-            self.compile_network(mode)
+            self.compile_network(mode, isinstance(self.trainer.strategy, ModelParallelStrategy))
 
-    def compile_network(self, mode: CompileMode = "default") -> None:
-        """Compile the network in place, at its next call; `compile=` does so for a fit."""
+    def compile_network(self, mode: CompileMode = "default", by_block: bool = False) -> None:
+        """Compile the network in place, at its next call; `compile=` does so for a fit.
+
+        Args:
+            mode: of `torch.compile`.
+            by_block: whether to compile its blocks one by one.
+        """
         compiled.check_mode(mode)
         self._compile_mode = mode
-        compiled.compile_network(self.network, mode)
+        compiled.compile_network(self.network, mode, by_block)
+
+    def configure_model(self) -> None:
+        """Split the network over the ranks of ModelParallelStrategy; Lightning calls this."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            mesh = self.device_mesh["data_parallel"]
+            sharding.shard_network(self.network, mesh, self.trainer.precision)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Seed the random generators for this step."""

@@ -103,6 +103,7 @@ class DiT(nn.Module):
         torch.Size([2, 1, 8, 8])
     """
 
+    block_names = ("blocks",)
     pos_embed: Tensor
 
     def __init__(

@@ -185,6 +185,7 @@ class JiT(nn.Module):
         torch.Size([2, 1, 8, 8])
     """
 
+    block_names = ("blocks",)
     pos_embed: Tensor
 
     def __init__(

@@ -454,6 +454,8 @@ class UNet(_Encoder):
         torch.Size([2, 1, 8, 8])
     """
 
+    block_names = ("input_blocks", "middle_block", "output_blocks")
+
     def __init__(
         self,
         in_channels: int,

@@ -106,6 +106,8 @@ class UViT(nn.Module):
         torch.Size([2, 1, 8, 8])
     """
 
+    block_names = ("in_blocks", "mid_block", "out_blocks")
+
     def __init__(
         self,
         image_size: int,

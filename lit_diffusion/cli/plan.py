@@ -1,0 +1,114 @@
+"""`lit-diffusion plan`: memory, communication and arithmetic of each rank of a sharded fit."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lit_diffusion.cli.options import Parser, add_trust, check_exists, integers, number
+
+if TYPE_CHECKING:
+    from lit_diffusion.modules.sharding import StepCost
+
+GIB = 2**30
+
+
+def build_parser() -> Parser:
+    """Options of the command."""
+    parser = Parser(
+        "plan",
+        """What each rank of a fit needs if the weights are split over all ranks: memory,
+communication and arithmetic of a step, from the shapes of the network alone. Nothing is trained
+or allocated.
+
+    lit-diffusion plan --config configs/dit-1b.yaml
+    lit-diffusion plan --config configs/dit-1b.yaml --ranks 8,64,512 --bandwidth 50""",
+    )
+    add = parser.add_argument
+    text = "YAML with the model; may be repeated, as for fit"
+    add("-c", "--config", required=True, action="append", metavar="FILE", help=text)
+    text = "numbers of ranks (default: that of the config)"
+    add("--ranks", type=integers, metavar="N,N", help=text)
+    text = "what a rank receives in a second (default 400, as from GPUs of the same node)"
+    add("--bandwidth", type=number, default=400.0, metavar="GB/S", help=text)
+    text = "arithmetic of a rank (default 400, about half of the peak of an H100 in bfloat16)"
+    add("--tflops", type=number, default=400.0, metavar="TFLOP/S", help=text)
+    add_trust(parser, "the config")
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command: "plan", then options."""
+    args = build_parser().parse_args(argv[1:])
+    check_exists("config", *args.config)
+    import torch
+    from torch import nn
+
+    from lit_diffusion.checkpoints.loading import instantiate
+    from lit_diffusion.cli.run_folder import read_config
+    from lit_diffusion.modules.sharding import measure_step
+
+    configs, path = [read_config(file) for file in args.config], ", ".join(args.config)
+    trainer: dict[str, Any] = {}
+    for config in configs:
+        trainer |= config.get("trainer") or {}
+    networks = _values(configs, "model", "network")
+    shape = [None, *_values(configs, "model", "image_shape")][-1]
+    batch = [None, *_values(configs, "data", "batch_size")][-1]
+    if not (networks and isinstance(shape, list) and isinstance(batch, int)):
+        raise ValueError(
+            f"{path} must state model.network, model.image_shape and data.batch_size in numbers."
+        )
+    is_half = str(trainer.get("precision")).startswith("bf16")
+    with torch.device("meta"):
+        network = instantiate(networks, nn.Module, args.trust, path, key="network")
+    network.to(torch.bfloat16 if is_half else torch.float32)
+    cost = measure_step(network, shape, batch)
+    ranks = args.ranks or [int(trainer.get("devices", 1)) * int(trainer.get("num_nodes", 1))]
+    print(f"{type(network).__name__}: {cost.parameters:,} weights, {batch} images on each rank")
+    print(f"{'ranks':28}" + "".join(f"{n:>10}" for n in ranks))
+    columns = [
+        _plan(cost, n, 2 if is_half else 4, _num_averages(trainer), args.bandwidth, args.tflops)
+        for n in ranks
+    ]
+    for name in columns[0]:
+        print(f"{name:28}" + "".join(f"{column[name]:>10.4g}" for column in columns))
+
+
+def _values(configs: Sequence[dict[str, Any]], part: str, name: str) -> list[Any]:
+    """Values of an argument of the model or the data, in the order of the configs."""
+    arguments = [(config.get(part) or {}).get("init_args") or {} for config in configs]
+    return [values[name] for values in arguments if name in values]
+
+
+def _num_averages(trainer: dict[str, Any]) -> int:
+    """Averages of the weights that the callbacks of a config keep."""
+    return sum(
+        len((callback.get("init_args") or {}).get("decays", [None]))
+        for callback in trainer.get("callbacks") or []
+        if isinstance(callback, dict) and str(callback.get("class_path")).endswith("EMA")
+    )
+
+
+def _plan(
+    cost: "StepCost", ranks: int, size: int, averages: int, bandwidth: float, tflops: float
+) -> dict[str, float]:
+    """Figures of one rank, by name; `size` is the bytes of a gathered weight."""
+    split = 4 * cost.parameters / ranks / GIB  # float32
+    # Of the block in use and the next one, and of what belongs to no block; its gradients, float32.
+    gathered = size * (2 * cost.block + cost.rest) + 4 * (cost.block + cost.rest)
+    memory = {
+        "weights, GiB": split,
+        "gradients": split,
+        "moments of Adam": 2 * split,
+        f"averages ({averages})": averages * split,
+        "gathered": gathered / GIB if ranks > 1 else 0.0,
+        "activations": cost.activations / GIB,
+    }
+    # Weights are gathered in the forward and in the backward pass, and gradients are scattered.
+    received = (ranks - 1) / ranks * (2 * size + 4) * cost.parameters
+    return {
+        **memory,
+        "in all, GiB": sum(memory.values()),
+        "received in a step, GiB": received / GIB,
+        "at the bandwidth, s": received / (bandwidth * 1e9),
+        "arithmetic, s": cost.flops / (tflops * 1e12),
+    }

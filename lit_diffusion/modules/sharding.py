@@ -1,0 +1,112 @@
+"""Split the weights of a network over ranks by FSDP2, block by block, and plan what that needs."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.flop_counter import FlopCounterMode
+
+_GATHERED = {"32-true": None, "bf16-mixed": torch.bfloat16, "bf16-true": None}
+"""Precision of a Trainer -> dtype in which weights are gathered; None is their own."""
+
+
+def network_blocks(network: nn.Module) -> Iterator[nn.Module]:
+    """The blocks of a network that are split, and compiled, one by one.
+
+    Networks name them, or lists of them, in `block_names`; a network without it has none.
+    """
+    for name in getattr(network, "block_names", ()):
+        child = network.get_submodule(name)
+        yield from child if isinstance(child, nn.ModuleList) else [child]
+
+
+def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
+    """Split a network's weights, gradients and optimizer state over the ranks of a mesh, in place.
+
+    A block gathers its weights just before it is used, and frees them afterwards. What belongs to
+    no block is gathered for the whole forward and backward pass. Weights and optimizer state keep
+    their dtype. Under "bf16-mixed" they are gathered in bfloat16, and gradients are summed in
+    float32.
+
+    Args:
+        network: has the same weights on all ranks; does nothing if it is split already.
+        mesh: one-dimensional, of all ranks that split the data.
+        precision: that of the Trainer.
+
+    Raises:
+        ValueError: for another precision, or a network without `block_names`.
+
+    Source: Zhao et al. 2023 (arXiv 2304.11277).
+    """
+    if isinstance(network, FSDPModule):
+        return
+    if precision not in _GATHERED:
+        names = ", ".join(_GATHERED)
+        raise ValueError(f"precision must be one of {names} for split weights, got {precision}.")
+    blocks = list(network_blocks(network))
+    if not blocks:
+        raise ValueError(
+            f"{type(network).__name__} names no blocks whose weights could be split over ranks; "
+            "list them in an attribute block_names, or use strategy='ddp'."
+        )
+    # Without casts of inputs: bfloat16 cannot represent a noise label of 999.
+    policy = MixedPrecisionPolicy(
+        param_dtype=_GATHERED[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for part in (*blocks, network):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+class StepCost(NamedTuple):
+    """What one training step of a network needs on each rank, by its shapes alone.
+
+    Attributes:
+        parameters: number of weights.
+        block: weights of the largest block.
+        rest: weights that belong to no block.
+        activations: bytes that the forward pass stores for the backward pass.
+        flops: floating-point operations of the forward and backward pass.
+    """
+
+    parameters: int
+    block: int
+    rest: int
+    activations: int
+    flops: int
+
+
+def measure_step(network: nn.Module, image_shape: Sequence[int], batch: int) -> StepCost:
+    """Trace one training step on the meta device, which allocates and computes nothing.
+
+    Args:
+        network: on the meta device, in the dtype of its matrix products.
+        image_shape: (C, H, W) of x.
+        batch: images on a rank.
+    """
+    stored: list[Tensor] = []
+
+    def store(tensor: Tensor) -> Tensor:
+        stored.append(tensor)
+        return tensor
+
+    dtype = next(network.parameters()).dtype
+    x = torch.zeros(batch, *image_shape, dtype=dtype, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
+            output = network.train()(x, torch.zeros(batch, device="meta"), None)
+        output.float().square().mean().backward()
+    weights = {id(s): s for s in (param.untyped_storage() for param in network.parameters())}
+    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in stored)}
+    activations = sum(storages[key].nbytes() for key in storages.keys() - weights.keys())
+    blocks = [sum(p.numel() for p in block.parameters()) for block in network_blocks(network)]
+    parameters = sum(param.numel() for param in network.parameters())
+    return StepCost(
+        parameters,
+        max(blocks, default=0),
+        parameters - sum(blocks),
+        activations,
+        counter.get_total_flops(),
+    )

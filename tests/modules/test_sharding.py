@@ -1,0 +1,104 @@
+"""Weights split over ranks by a config, beside DDP, which holds them whole."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.plain_module import assert_same_bits
+from support.small_digits import small_digits
+from support.spawn import rank_and_size, spawn
+from support.tiny_run import spec, write_config
+from torch import nn
+
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.cli.loggers import read_rows
+from lit_diffusion.cli.main import main
+from lit_diffusion.modules.sharding import measure_step, network_blocks
+from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.jit import JiT
+from lit_diffusion.networks.uvit import UViT
+
+SIZES = {"image_size": 8, "in_channels": 1, "out_channels": 1, "patch_size": 2}
+SIZES |= {"width": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
+
+
+def config(steps, split, **model):
+    strategy = spec(
+        "lightning.pytorch.strategies.ModelParallelStrategy",
+        data_parallel_size=2,
+        tensor_parallel_size=1,
+        save_distributed_checkpoint=False,
+    )
+    trainer = {"devices": 2, "strategy": strategy if split else "ddp", "val_check_interval": 2}
+    settings = small_digits(steps, **trainer, limit_val_batches=1, enable_progress_bar=False)
+    network = spec("lit_diffusion.networks.dit.DiT", **SIZES, gradient_checkpointing=True)
+    settings["model"]["init_args"] |= {"network": network, **model}
+    return settings
+
+
+def fit(folder, steps, split, *options, **model):
+    path = Path(f"{folder}-{rank_and_size()[0]}.yaml")
+    write_config(config(steps, split, **model), path)
+    assert (
+        main(["fit", "--config", str(path), f"--trainer.default_root_dir={folder}", *options]) == 0
+    )
+
+
+def checkpoint(folder):
+    return read_checkpoint(folder / "checkpoints" / "last.ckpt")
+
+
+@pytest.mark.slow
+def test_a_fit_with_split_weights_has_the_losses_and_the_files_of_ddp(tmp_path):
+    """Also where it goes on from a checkpoint of the other; two ranks sum without rounding."""
+    whole, split, resumed = tmp_path / "whole", tmp_path / "split", tmp_path / "resumed"
+    spawn(fit, 2, whole, 4, False)
+    spawn(fit, 2, split, 4, True)
+    spawn(fit, 2, resumed, 2, False)
+    spawn(fit, 2, resumed, 4, True, "--ckpt_path=last")
+    for folder in (split, resumed):
+        assert read_rows(folder / "metrics.csv") == read_rows(whole / "metrics.csv")
+        for key in ("state_dict", "callbacks", "optimizer_states", "lr_schedulers"):
+            assert_same_bits(checkpoint(folder)[key], checkpoint(whole)[key])
+    assert main(["sample", "--checkpoint", str(split), "--num=1", f"--out={tmp_path}/out"]) == 0
+
+
+@pytest.mark.slow
+def test_compiled_blocks_of_split_weights_train_save_and_resume(tmp_path):
+    """In bfloat16, where weights are gathered in half of the bytes."""
+    options = ("--model.compile=default", "--trainer.precision=bf16-mixed")
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    spawn(fit, 2, whole, 3, True, *options, timeout=400)
+    spawn(fit, 2, resumed, 1, True, *options, timeout=400)
+    spawn(fit, 2, resumed, 3, True, "--ckpt_path=last", *options, timeout=400)
+    assert_same_bits(checkpoint(whole)["state_dict"], checkpoint(resumed)["state_dict"])
+    assert {value.dtype for value in checkpoint(whole)["state_dict"].values()} == {torch.float32}
+    eager = tmp_path / "eager"
+    spawn(fit, 2, eager, 3, True, options[1])
+    for name, value in checkpoint(eager)["state_dict"].items():
+        torch.testing.assert_close(checkpoint(whole)["state_dict"][name], value, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("network", [DiT, JiT, UViT])
+def test_most_weights_of_a_network_belong_to_the_blocks_that_it_names(network):
+    built = network(**SIZES)
+    assert sum(isinstance(block, nn.Module) for block in network_blocks(built)) >= 2
+    in_blocks = sum(p.numel() for block in network_blocks(built) for p in block.parameters())
+    assert in_blocks > 0.6 * sum(p.numel() for p in built.parameters())
+
+
+def test_the_cost_of_a_step_is_that_of_the_network_without_running_it():
+    with torch.device("meta"):
+        network = DiT(8, 1, 1, patch_size=2, width=64, depth=4, num_heads=2)
+        checkpointed = DiT(
+            8, 1, 1, patch_size=2, width=64, depth=4, num_heads=2, gradient_checkpointing=True
+        )
+    cost, other = (measure_step(each, (1, 8, 8), 6) for each in (network, checkpointed))
+    assert cost.parameters == sum(p.numel() for p in DiT(8, 1, 1, 2, 64, 4, 2).parameters())
+    assert cost.parameters == 4 * cost.block + cost.rest
+    # 18 w^2 weights in a block: 12 for each token, 6 for each image.
+    tokens, w = 16, 64
+    products = 6 * 4 * (tokens * 12 * w**2 + 6 * w**2 + 2 * tokens**2 * w)
+    assert cost.flops == pytest.approx(3 * 2 * products, rel=0.1)
+    assert other.activations < 0.25 * cost.activations
+    assert other.flops == pytest.approx(4 / 3 * cost.flops, rel=0.1)
