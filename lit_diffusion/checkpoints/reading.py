@@ -131,6 +131,9 @@ def _check_settings(settings: Any, name: str) -> None:
     for key, value in settings.items() if isinstance(settings, dict) else ():
         if key in ("class_path", "_class_path") and not isinstance(value, str):
             raise ValueError(f"in its '{name}', {key} must name a class, and is {value!r:.50}")
+        names = list(value) if isinstance(value, dict) and key == "init_args" else []
+        if not all(isinstance(each, str) for each in names):
+            raise ValueError(f"in its '{name}', init_args must have names, and are {value!r:.50}")
         _check_settings(value, name)
 
 

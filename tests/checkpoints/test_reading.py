@@ -143,6 +143,7 @@ def test_what_a_run_saves_is_let_through():
         ({"loops": {"a_progress": {"ready": -2}}}, "ready must be a count, and is -2"),
         ({"loops": {"state_dict": {"_batches_that_stepped": {}}}}, "stepped must be a count"),
         ({"hyper_parameters": {"_class_path": "a", "b": [{"class_path": 1}]}}, "name a class"),
+        ({"hyper_parameters": {"_class_path": "a", "init_args": {1: 2}}}, "must have names"),
         ({"hyper_parameters": {"_class_path": "a", "b": torch.zeros(1)}}, "plain builtins"),
     ],
 )
