@@ -200,8 +200,9 @@ class DiffusionModule(LightningModule):
 
     def configure_model(self) -> None:
         """Split the network over the ranks of ModelParallelStrategy; Lightning calls this."""
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            mesh = self.device_mesh["data_parallel"]
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy):
+            mesh = strategy.device_mesh["data_parallel"]
             sharding.shard_network(self.network, mesh, self.trainer.precision)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:

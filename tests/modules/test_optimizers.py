@@ -79,6 +79,7 @@ def fused_by_default(params):
 
 
 def run(folder, steps, resume=False):
+    torch.manual_seed(0)
     callbacks = [EMA(0.5), MomentumDecay(total_steps=8)]
     fit(
         LastCheckpoint(folder),

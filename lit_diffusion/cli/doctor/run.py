@@ -143,7 +143,7 @@ class ExaminedRun:
                     module.generate(range(num))
             return (synchronized_time() - start) / num
 
-        sampled = [each.batch_size for each in (*self.evaluations, *self.grids)]
+        sampled = [e.batch_size for e in self.evaluations] + [g.batch_size for g in self.grids]
         num = max(sampled, default=self.batch_size or 1)
         module.solver = SimpleNamespace(sample=denoise_once)
         try:
