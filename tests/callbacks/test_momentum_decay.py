@@ -12,7 +12,7 @@ from support.recorded import ADAM, Recorded, TwoRecorded
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adagrad, Adam, AdamW, lr_scheduler
 
-from lit_diffusion.callbacks import LRCompensation, MomentumDecay, StepSeed
+from lit_diffusion.callbacks import EMA, LRCompensation, MomentumDecay, StepSeed
 from lit_diffusion.callbacks.momentum_decay import momentum_decay
 from lit_diffusion.seeding import seed_step
 
@@ -396,13 +396,14 @@ class Searches(pl.LearningRateFinder):
 
 
 def test_searches_for_the_lr_leave_no_trace(tmp_path):
-    module, decay = Recorded(), MomentumDecay()
-    fit(tmp_path, module, decay, Searches(num_training_steps=4))
+    module, decay, ema = Recorded(), MomentumDecay(), EMA()
+    fit(tmp_path, module, decay, ema, Searches(num_training_steps=4))
     momenta = [beta1 for _, beta1 in updates(module)]
     decayed = [beta1 for _, beta1 in expected(range(STEPS))]
     assert momenta[:6] == [0.8] * 4 + decayed[:2]
     assert len(momenta[6:]) > 6
     assert momenta[-6:] == decayed[2:]
+    assert set(ema.state_dict()["steps"].values()) == {STEPS}
     assert decay.state_dict() == {"total_steps": STEPS, "steps": [STEPS]}
 
 

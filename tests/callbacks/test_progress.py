@@ -45,11 +45,6 @@ def test_first_and_last_step_and_validations_have_a_line_and_no_line_is_rewritte
     assert all("train/loss " in line for line in printed)
 
 
-def test_it_takes_the_place_of_the_trainers_bar():
-    trainer = trainer_with(callback := PlainProgress(), max_steps=1)
-    assert trainer.progress_bar_callback is callback
-
-
 def test_a_time_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="every_n_seconds must be > 0"):
         PlainProgress(every_n_seconds=0)
