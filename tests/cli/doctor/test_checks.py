@@ -278,6 +278,7 @@ OK, NOTE, WARNING, PROBLEM = Level.OK, Level.NOTE, Level.WARNING, Level.PROBLEM
         ("ema", averaged(0.99, True, 2000), OK, "69 steps, 3.4%"),
         ("ema", averaged(0.9999, False, 68_000), WARNING, "10.2%"),
         ("ema", averaged(0.9999, False, 70_000), OK, "9.9%"),
+        ("ema", averaged(0.0, False, 2000), OK, "0 steps"),
         ("terminal_snr", sampled(DiscreteVP(LinearBetas(1000))), OK, "noisiest time"),
         ("terminal_snr", sampled(EDMProcess(), LogSNR()), OK, "sigma 80"),
         ("terminal_snr", sampled(ContinuousVP(beta_d=9.0), LogSNR()), WARNING, "image remain"),
@@ -297,6 +298,15 @@ def test_a_check(run, check, changes, level, text):
         setattr(owner, name, value)
     finding = max(getattr(checks, f"check_{check}")(run), key=lambda finding: finding.level)
     require(finding, level, text)
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_what_is_advised_instead_of_a_long_average_is_short_enough(run, warmup):
+    run.callbacks, run.num_steps = [EMA(0.99999, warmup=False)], 10_000
+    (finding,) = checks.check_ema(run)
+    decay = float(finding.text.rstrip(".").split()[-1])
+    run.callbacks = [EMA(0.99999 if warmup else decay, warmup)]
+    assert [finding.level for finding in checks.check_ema(run)] == [OK]
 
 
 def test_time_adds_up_training_validation_and_sampling(run):
