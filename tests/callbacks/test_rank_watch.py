@@ -3,6 +3,7 @@
 Ranks that are processes and fail are in integration/test_rank_failures.py.
 """
 
+import math
 import os
 import subprocess
 import sys
@@ -18,9 +19,7 @@ from lit_diffusion.callbacks import RankWatch, rank_watch
 from lit_diffusion.callbacks.rank_watch import (
     PATIENCE,
     Heartbeat,
-    _has_died,
-    _location,
-    _process_name,
+    _live_process,
     _Watch,
     find_culprit,
 )
@@ -34,13 +33,13 @@ NOW = 1000.0
 
 def rank(silent=0.0, age=0.0, collectives=40, state="running"):
     """A rank that was heard of, and entered its last collective, so many seconds ago."""
-    place, heard = "train.py:3 (step)", NOW - silent
-    return Heartbeat(9, 17, collectives, age, place, state=state, heard=heard)
+    place = "at step 17, in train.py:3 (step)"
+    return Heartbeat(9, collectives, place, "", state, "", NOW - silent, NOW - age)
 
 
-def name_culprit(*ranks, lost=False):
+def name_culprit(*ranks):
     """Number of the culprit and the message without it."""
-    message = find_culprit(dict(enumerate(ranks)), NOW, TIMEOUT, lost)
+    message = find_culprit(dict(enumerate(ranks)), NOW, TIMEOUT)
     if not message:
         return None
     _, number, text = message.split(maxsplit=2)
@@ -49,25 +48,22 @@ def name_culprit(*ranks, lost=False):
 
 
 WAITS = rank(collectives=41, age=61.0)
+DEAD = rank(silent=math.inf)
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([rank(), rank(silent=61)], (1, "was last heard of at step 17, 61 s ago")),
-        ([rank(), Heartbeat(heard=NOW - 61)], (1, "was last heard of at step 0, 61 s ago")),
+        ([rank(), rank(silent=61)], (1, "was last heard of at step 17, in train.py:3 (step)")),
+        ([rank(), Heartbeat(heard=NOW - 61)], (1, "was last heard of at step 0: killed")),
         (
             [WAITS, rank(age=300.0), WAITS],
             (1, "has kept the others waiting for 61 s at step 17, in train.py:3 (step)"),
         ),
-        ([rank(), rank(state="died")], (1, "ended without a word, last heard of at step 17")),
-        # The first of those that ended alike, the longest silent, the one furthest behind.
-        ([rank(), rank(1, state="died"), rank(2, state="died")], (2, "ended")),
-        ([rank(), rank(silent=61), rank(silent=99)], (2, "was last")),
+        # The one furthest behind.
         ([WAITS, rank(collectives=40, age=99), rank(collectives=39, age=99)], (2, "has kept")),
         # A death outweighs what it did to the others.
-        ([rank(silent=99), rank(state="died"), rank(state="lost"), WAITS], (1, "ended")),
-        ([rank(silent=61), rank(age=99), rank(state="lost"), WAITS], (0, "was last")),
+        ([rank(age=99, collectives=39), DEAD, rank(state="lost"), WAITS], (1, "was last")),
     ],
 )
 def test_the_rank_that_ended_the_run_is_named(ranks, expected):
@@ -92,16 +88,16 @@ def test_a_rank_that_works_for_long_or_is_done_is_no_failure(ranks):
 
 
 def test_once_a_collective_has_broken_less_is_enough():
-    broken = rank(state="lost", collectives=41, age=PATIENCE + 1)
     for other, text in (
         (rank(silent=PATIENCE + 1), "was last heard of"),
         (rank(age=99.0), "has kept the others waiting for 6 s"),
-        (rank(state="ended"), "ended at step 17 without the others"),
     ):
-        assert name_culprit(broken, other) is None
-        number, message = name_culprit(broken, other, lost=True)
-        assert (number, message.startswith(text)) == (1, True)
-    assert name_culprit(broken, rank(silent=PATIENCE), rank(age=PATIENCE), lost=True) is None
+        for state, culprit in (("running", None), ("lost", 1)):
+            broken = rank(state=state, collectives=41, age=PATIENCE + 1)
+            assert (name_culprit(broken, other) or (None, ""))[0] == culprit
+        assert name_culprit(broken, other)[1].startswith(text)
+    assert name_culprit(broken, rank(silent=PATIENCE), rank(age=PATIENCE)) is None
+    assert name_culprit(rank(state="lost", age=PATIENCE), rank(silent=PATIENCE + 1)) is None
 
 
 # The callback
@@ -144,30 +140,35 @@ def start(monkeypatch):
     """Starts the watches of a run; `messages` are what they would have ended their ranks by."""
     monkeypatch.setattr(rank_watch, "INTERVAL", 0.02)
     monkeypatch.setattr(rank_watch, "PATIENCE", 0.5)
-    monkeypatch.setattr(_Watch, "_end_process", lambda w: w.ended.update({w._rank: w._message}))
     runs = []
 
     def start_run(size, timeout=60.0, store=None):
         run = SimpleNamespace(store=store or HashStore(), messages={}, watches=[])
-        monkeypatch.setattr(_Watch, "ended", run.messages, raising=False)
+
+        def end_process(code):
+            watch = threading.current_thread()
+            run.messages[watch._rank] = watch._own.message
+
+        monkeypatch.setattr(os, "_exit", end_process)
         group = SimpleNamespace(
             get_group_store=lambda: run.store, _get_sequence_number_for_group=lambda: 40
         )
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
+        trainer = SimpleNamespace(global_step=3, strategy=SimpleNamespace(launcher=None))
         for number in range(size):
             monkeypatch.setattr(dist, "get_rank", lambda number=number: number)
-            run.watches.append(_Watch(SimpleNamespace(global_step=3), timeout))
+            run.watches.append(_Watch(trainer, timeout))
         runs.append(run)
         until(lambda: all(beat.beats for w in run.watches for beat in w._ranks.values()))
         return run
 
     yield start_run
     for watch in (watch for run in runs for watch in run.watches):
-        watch._is_closing.set()
-        for thread in watch._threads:
-            thread.join(20)
-            assert not thread.is_alive()
+        watch._exchange = lambda store: False  # the last time
+        watch._has_left.set()
+        watch.join(20)
+        assert not watch.is_alive()
 
 
 def until(condition):
@@ -197,18 +198,24 @@ def leave(*ends):
 
 def test_all_hear_of_a_failure(start):
     run, message = start(3), "rank 1 failed at step 3: ValueError: bad; see its output."
-    leave((run.watches[1], ("ended", message)))
+    leave((run.watches[1], ("ended", message.removeprefix("rank 1 "))))
     until(lambda: run.messages.keys() >= {0, 2})
     assert {*run.messages.values()} == {message}
-    assert leave((run.watches[0], ("lost",)), (run.watches[2], ("lost",))) == [message] * 2
+
+
+def test_ranks_whose_collective_broke_hear_of_the_failure(start):
+    watches = start(3).watches
+    ends = ("lost",), ("ended", "failed"), ("lost",)
+    assert leave(*zip(watches, ends, strict=True)) == ["rank 1 failed"] * 3
 
 
 def test_nobody_is_blamed_when_all_end_on_purpose_and_runs_do_not_mix(start):
     first = start(2)
     assert leave(*((watch, ("ended",)) for watch in first.watches)) == ["", ""]
-    leave(*((watch, ("ended", "rank 0 failed")) for watch in start(2, store=first.store).watches))
+    leave(*((watch, ("ended", "failed")) for watch in start(2, store=first.store).watches))
     exchange_heartbeats(third := start(2, store=first.store))
     assert third.messages == {}
+    assert [watch._own.message for watch in third.watches] == ["", ""]
 
 
 @pytest.mark.parametrize("ends_well", [False, True])
@@ -216,84 +223,64 @@ def test_a_rank_whose_process_dies_is_named_unless_it_had_ended(start, ends_well
     run = start(3)
     watch = run.watches[2]
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = _process_name().rpartition(" ")[0] + f" {child.pid}"
-    while run.watches[0]._ranks[2].process != process:
-        watch._own.process = process
-        time.sleep(0.01)
+    watch._own.process = _live_process(child.pid)
+    assert str(child.pid) in watch._own.process
+    until(lambda: run.watches[0]._ranks[2].process == watch._own.process)
     if ends_well:
         watch.leave("ended")
     child.stdin.close()
-    until(lambda: _has_died(process))  # it is a zombie
+    until(lambda: not _live_process(child.pid))  # it is a zombie
     if ends_well:
         exchange_heartbeats(run)
         assert run.messages == {}
     else:
         until(lambda: run.messages.keys() >= {0, 1})
-        assert run.messages[1].startswith("rank 2 ended without a word, last heard of at step 3")
+        assert run.messages[1].startswith("rank 2 was last heard of at step 3, in ")
     child.wait()
 
 
-class Gone:
-    """The store of a process that has ended; it may not answer before an event."""
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_rank_0_is_missed_when_its_store_is_unless_it_had_ended(start, has_ended):
+    run = start(2)
 
-    def __init__(self, event=None):
-        self.event = event
-
-    def __getattr__(self, name):
-        if self.event is not None:
-            self.event.wait(60)
+    def raise_reset(store):
         raise dist.DistNetworkError("Connection reset by peer")
 
-
-def test_rank_0_is_missed_when_its_store_is(start):
-    watch = (run := start(2)).watches[1]
-    run.store, watch._store = Gone(), Gone()
-    until(lambda: 1 in run.messages)
-    assert run.messages[1].startswith("rank 0 was last heard of at step 3")
-
-
-def test_a_store_that_answers_again_ends_nothing(start):
-    watch = (run := start(2)).watches[1]
-    watch._store = Gone()
-    exchange_heartbeats(run)
-    assert not watch._is_store_gone
-    assert run.messages == {}
+    if has_ended:
+        run.watches[0]._state = "ended"
+        until(lambda: run.watches[1]._ranks[0].state == "ended")
+    run.watches[1]._exchange = raise_reset
+    run.watches[1].join(10)
+    text = "" if has_ended else "rank 0 was last heard of at step 3, in "
+    assert run.messages.get(1, "")[: len(text) or None] == text
 
 
-def test_a_store_that_does_not_return_makes_rank_0_the_culprit_for_others_alone(start):
-    run, stuck = start(2, timeout=0.4), threading.Event()
-    for watch in run.watches:
-        watch._store = Gone(stuck)
-    until(lambda: 1 in run.messages)
-    time.sleep(0.2)
+def test_a_store_that_does_not_return_makes_rank_0_the_culprit_of_a_broken_collective(start):
+    run, stuck = start(2), threading.Event()
+    run.watches[1]._exchange = lambda store: not stuck.wait(60)
+    message = run.watches[1].leave("lost")
     stuck.set()
-    assert list(run.messages) == [1]
-    assert run.messages[1].startswith("rank 0 was last heard of at step 3, 0 s ago")
+    assert message.startswith("rank 0 was last heard of at step 3, in ")
 
 
 # What is read of processes, threads and torch
 
 
-def test_processes_that_live_or_are_unknown_are_not_dead():
-    for alive in (_process_name(), "another machine 1000000", ""):
-        assert not _has_died(alive)
-
-
-def test_the_location_of_a_thread_is_the_innermost_code_of_the_users_own():
-    waits, go_on = threading.Event(), threading.Event()
+def test_the_place_of_a_rank_is_the_innermost_code_of_the_users_own(start):
+    run, go_on = start(2), threading.Event()
 
     def wait():
-        waits.set()
+        run.watches[1]._main_thread = threading.get_ident()
         go_on.wait()  # whose innermost frames are the standard library's
 
     thread = threading.Thread(target=wait)
     thread.start()
-    waits.wait()
-    location = _location(thread.ident)
+    until(lambda: run.watches[0]._ranks[1].place.endswith(" (wait)"))
+    assert run.watches[0]._ranks[1].place.startswith(f"at step 3, in {__file__}:")
+    run.watches[1]._main_thread = threading.get_ident()
+    exchange_heartbeats(run, 2)
     go_on.set()
     thread.join()
-    assert location.startswith(f"{__file__}:")
-    assert location.endswith(" (wait)")
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -301,6 +288,7 @@ def test_torch_has_what_is_read_of_it():
     dist.barrier()
     watch = _Watch(SimpleNamespace(global_step=3), None)
     until(lambda: watch._own.beats)
+    until(lambda: watch._own.collectives)
     assert watch._own.collectives == dist.group.WORLD._get_sequence_number_for_group() == 1
     assert watch._own.process.endswith(f" {os.getpid()}")
     assert watch._timeout > 60

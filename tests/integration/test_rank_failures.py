@@ -143,7 +143,7 @@ def test_a_rank_that_fails_is_named(run, way, rank, place):
         f"failed at step {STEP if place == 'training' else '.'}: ValueError: no such label; see"
     )
     if way == "kill":  # one that dies before it is watched is only missed
-        message = "ended without a word" if place != "data" else "was last heard of at step 0"
+        message = "was last heard of at step .*: killed"
     assert_others_tell(ends, rank, f"rank {rank} {message}")
     assert ends[rank].exit_code == (1 if way == "raise" else -9)
     assert messages(ends[rank]) == []
@@ -155,17 +155,13 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(run, rank, place
     message = rf"rank {rank} has kept the others waiting for \d s at step ., in .*failing_ranks.py"
     assert_others_tell(ends, rank, message)
     assert ends[rank].exit_code == 1
-    assert "time.sleep(1000)" in ends[rank].output
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_stands_still_is_named(run, rank):
+def test_a_rank_that_stands_still_is_named(run):
     """It can't end by itself; who started it kills it, as torchrun, srun and Lightning do."""
-    ends = run("stop", "training", [rank], timeout=4.0)
-    assert_others_tell(
-        ends, rank, rf"rank {rank} (was last heard of at step \d, \d s ago|.*stands still)"
-    )
-    assert ends[rank].exit_code is None
+    ends = run("stop", "training", [2], timeout=4.0)
+    assert_others_tell(ends, 2, r"rank 2 was last heard of at step \d, in")
+    assert ends[2].exit_code is None
 
 
 @pytest.mark.parametrize(
@@ -191,12 +187,6 @@ def test_ranks_that_work_alone_for_long_are_not_taken_for_dead(run):
 def test_an_end_on_purpose_is_no_failure(run, way, code, place):
     ends = run(way, place, None, timeout=FOREVER)
     assert [(end.exit_code, messages(end)) for end in ends] == [(code, [])] * RANKS
-
-
-def test_ranks_that_one_leaves_behind_tell_so(run):
-    ends = run("leave", "training", [0], timeout=FOREVER)
-    assert_others_tell(ends, 0, "rank 0 ended at step 3 without the others; see its output")
-    assert ends[0].exit_code == 75
 
 
 def test_ranks_that_make_the_same_mistake_tell_only_that(run):

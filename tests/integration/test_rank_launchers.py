@@ -69,7 +69,7 @@ def test_a_rank_that_is_killed_ends_a_fit_with_its_name(launcher, rank):
     code, output, left = fit(launcher, "kill", rank)
     assert code not in (0, 2)
     # As the error of the others, who were about to report that of the connection.
-    assert f"lit-diffusion fit: rank {rank} ended without a word, last heard of at step" in output
+    assert f"lit-diffusion fit: rank {rank} was last heard of at step" in output
     assert left == []
 
 
