@@ -1,6 +1,7 @@
 import copy
 import math
 import re
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -360,6 +361,18 @@ def test_flags_are_read_before_a_save(tmp_path, deferred):
     message, _ = stop(tmp_path, Spoilt(losses=(5,), optimizer=fused_adam), saves)
     assert "at optimizer step 5 " in message
     assert {path.name for path in tmp_path.glob("*.ckpt")} == {"5.ckpt", "non-finite-rank0.ckpt"}
+
+
+@pytest.mark.parametrize("bad", [5, 50])
+def test_flags_are_read_before_a_save_after_an_exception(tmp_path, deferred, bad):
+    dies = LambdaCallback(on_train_batch_start=lambda trainer, *_: 1 / (8 - trainer.global_step))
+    trainer = make_trainer(tmp_path, dies, FiniteUpdates())
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Spoilt(losses=(bad,), optimizer=fused_adam), loader(96, 8))
+    refused = pytest.raises(FloatingPointError, match="step 8 is not saved")
+    with refused if bad == 5 else nullcontext():
+        trainer.save_checkpoint(tmp_path / "8.ckpt")
+    assert (tmp_path / "8.ckpt").exists() == (bad != 5)
 
 
 def test_flags_are_read_before_a_snapshot_of_averages(tmp_path, deferred):

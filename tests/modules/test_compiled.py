@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from support.plain_module import make_trainer
 from support.resuming import Recipe, assert_undisturbed
 from support.small_networks import NETWORKS, gradients, smallest
+from support.spawn import spawn
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from torch import nn
 from torch._dynamo.utils import counters
@@ -163,3 +164,21 @@ def test_a_compiled_fit_that_died_is_resumed_to_the_last_bit(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     callbacks = ("EMA", "SampleGrid", "FiniteUpdates")
     assert_undisturbed(tmp_path, Recipe(callbacks, module=freshly_compiled), batch=4)
+
+
+def weights_of_ranks(folder, compile):
+    torch.set_num_threads(1)
+    module = tiny_diffusion(compile=compile, label_dropout=0.0)
+    module.network.dropout.p = 0.0  # whose random numbers would be others
+    trainer = make_trainer(folder, devices=2, strategy="ddp")
+    trainer.fit(module, images(32, 4))
+    return [p.detach().numpy() for p in module.parameters()]
+
+
+@pytest.mark.slow
+def test_two_ranks_train_compiled_as_they_do_eagerly(tmp_path):
+    compiled, other = spawn(weights_of_ranks, 2, tmp_path, "default")
+    eager, _ = spawn(weights_of_ranks, 2, tmp_path, None)
+    for ours, others, expected in zip(compiled, other, eager, strict=True):
+        assert (ours == others).all()
+        assert_close(ours, expected, rtol=1e-4, atol=1e-5)
