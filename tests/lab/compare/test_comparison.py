@@ -323,3 +323,13 @@ def test_further_arms_do_not_count_against_a_lead():
     (fast,) = (result for result in among.results if result.arm.name == "fast")
     assert fast.verdict is Verdict.UNCLEAR
     assert leads("fast", among)
+
+
+def test_arms_without_another_metric_are_left_out_of_its_comparison_and_count_in_its_tests():
+    fast = with_pixels(arm("fast", 1.0), 1.15)
+    two, three = by_pixels(fast), by_pixels(fast, arm("bare", 2.0))
+    assert [a.name for a in three.arms] == ["baseline", "fast"]
+    assert (two.num_tests, three.num_tests) == (1, 2)
+    assert three.results[0].holm_p == min(2 * two.results[0].holm_p, 1)
+    assert not leads("bare", three)
+    assert by_other_metrics(compare_with_base(fast)[0]) == {}

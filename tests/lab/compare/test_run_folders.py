@@ -10,6 +10,7 @@ from support.experiments import fids, record, write_grid, write_run
 from support.tiny_run import tiny_config
 
 from lit_diffusion.lab.compare.run_folders import (
+    Run,
     collect_runs,
     differing_settings,
     flatten_config,
@@ -223,3 +224,15 @@ def test_one_seed_twice_and_seeds_that_are_configured_otherwise_are_refused(swee
     write_run(Path("sweep/clts/seed-9"), fids(1.3, 9), seed, lr=lr)
     with pytest.raises(ValueError, match=rule):
         selected()
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(None, 90), (1, 45), (2, 60)])
+def test_rows_of_a_gan_count_its_batches(steps, batches):
+    model = {"init_args": {} if steps is None else {"discriminator_steps": steps}}
+    config = {"trainer": {"max_steps": 90}, "model": model}
+    rows = [{"step": str(step), "val/consistency": "1"} for step in range(9, batches, 10)]
+    whole = [Run(Path(arm), arm, "0", config, rows=rows) for arm in "ab"]
+    cut = Run(Path("c"), "c", "0", config, rows=rows[:-2])
+    selection = select([*whole, cut], metric="val/consistency")
+    assert set(selection.arms) == {"a", "b"}
+    assert selection.left_out[0][1].endswith(f" of {batches}")
