@@ -243,9 +243,10 @@ class MomentumDecay(pl.Callback):
                 f"max_epochs={trainer.max_epochs}); pass total_steps=500000 or the like."
             )
         if stored not in (0, steps):
+            advice = "" if self.total_steps else " Pass total_steps to change it."
             pl.utilities.rank_zero_warn(
                 f"{name} total_steps: the checkpoint has {stored}, this run {steps}, using "
-                f"{self._total_steps}. Pass total_steps to change it."
+                f"{self._total_steps}.{advice}"
             )
         if stored == 0 and trainer.ckpt_path:  # of a run without this callback
             self._steps = []

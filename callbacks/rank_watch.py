@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -114,7 +114,7 @@ class _Watch(threading.Thread):
 
     def __init__(self, trainer: Trainer, timeout: float | None) -> None:
         super().__init__(daemon=True)  # it may hang in the store
-        self._group: Any = dist.group.WORLD
+        self._group = cast(Any, dist.group.WORLD)
         self._timeout = timeout or self._group.get_group_store().timeout.total_seconds()
         self._trainer, self._rank = trainer, dist.get_rank()
         self._main_thread, self._has_left = threading.get_ident(), threading.Event()

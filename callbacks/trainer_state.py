@@ -105,9 +105,14 @@ def is_batch_ending(trainer: pl.Trainer) -> bool:
     return bool(batches.completed < batches.processed)
 
 
+def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
+    """The Trainer of a module; None without one, where `module.trainer` raises an error."""
+    return module._trainer
+
+
 def completed_steps(module: pl.LightningModule) -> int | None:
     """Optimizer steps completed in the fit; None outside a fit, as a new Trainer counts from 0."""
-    trainer = module._trainer
+    trainer = attached_trainer(module)
     fitting = trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
     return module.global_step if fitting else None
 

@@ -65,13 +65,13 @@ class ApplyChangedHyperparameters(Callback):
         checkpoint = loaded_checkpoint(trainer)
         if not checkpoint:
             return
-        for config, state in zip(
-            trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False
-        ):
-            if damaged := _find_damage(state, config.scheduler.state_dict()):
+        schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+        for scheduler, state in zip(schedulers, checkpoint["lr_schedulers"], strict=False):
+            is_known = type(scheduler).__module__.startswith(("torch.", "lit_diffusion."))
+            if is_known and (damaged := _find_damage(state, scheduler.state_dict())):
                 raise ValueError(
                     f"{trainer.ckpt_path} holds {damaged} in the state of its lr scheduler, as no "
-                    f"{type(config.scheduler).__name__} saves it; resume from another checkpoint."
+                    f"{type(scheduler).__name__} saves it; resume from another checkpoint."
                 )
         if not self._changed:
             return
@@ -93,6 +93,8 @@ class ApplyChangedHyperparameters(Callback):
 
 def _find_damage(saved: Any, new: Any, name: str = "state") -> str | None:
     """What differs in type from the state of a new scheduler, as "name=value"; None if nothing."""
+    if name == "lr_lambdas":  # None for a function
+        return None
     if isinstance(saved, list | tuple) and isinstance(new, list | tuple):
         saved, new = dict(enumerate(saved)), dict(enumerate(new))
     if isinstance(saved, dict) and isinstance(new, dict):
@@ -100,7 +102,8 @@ def _find_damage(saved: Any, new: Any, name: str = "state") -> str | None:
         return next(filter(None, parts), None)
     types: list[Any] = [int | float, dict, list | tuple]
     is_damaged = any(isinstance(new, each) and not isinstance(saved, each) for each in types)
-    is_damaged |= name in ("last_epoch", "_step_count") and not is_count(saved)
+    # -1 in SequentialLR: of a schedule that has not begun
+    is_damaged |= name in ("last_epoch", "_step_count") and not is_count(saved) and saved != -1
     return f"{name}={saved!r:.50}" if is_damaged else None
 
 

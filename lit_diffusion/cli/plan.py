@@ -17,7 +17,7 @@ def build_parser() -> Parser:
         "plan",
         """What each rank of a fit needs if the weights are split over all ranks: memory,
 communication and arithmetic of a step, from the shapes of the network alone. Nothing is trained
-or allocated.
+or allocated. Activations are those of attention that stores its matrices; fused kernels store less.
 
     lit-diffusion plan --config configs/dit-1b.yaml
     lit-diffusion plan --config configs/dit-1b.yaml --ranks 8,64,512 --bandwidth 50""",
@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> None:
 
     from lit_diffusion.checkpoints.loading import instantiate
     from lit_diffusion.cli.run_folder import read_config
-    from lit_diffusion.modules.sharding import measure_step
+    from lit_diffusion.modules.sharding import measure_step, network_blocks
 
     configs, path = [read_config(file) for file in args.config], ", ".join(args.config)
     trainer: dict[str, Any] = {}
@@ -53,22 +53,28 @@ def run(argv: Sequence[str]) -> None:
     networks = _values(configs, "model", "network")
     shape = [None, *_values(configs, "model", "image_shape")][-1]
     batch = [None, *_values(configs, "data", "batch_size")][-1]
-    if not (networks and isinstance(shape, list) and isinstance(batch, int)):
-        raise ValueError(
-            f"{path} must state model.network, model.image_shape and data.batch_size in numbers."
-        )
-    is_half = str(trainer.get("precision")).startswith("bf16")
+    devices, nodes = trainer.get("devices", 1), trainer.get("num_nodes", 1)
+    needed = {
+        "model.network": bool(networks),
+        "model.image_shape in numbers": isinstance(shape, list),
+        "data.batch_size": isinstance(batch, int),
+        "trainer.devices as a number, or pass --ranks": bool(args.ranks) or type(devices) is int,
+    }
+    for name, is_stated in needed.items():
+        if not is_stated:
+            raise ValueError(f"{path} must state {name}.")
+    precision = str(trainer.get("precision"))
     with torch.device("meta"):
         network = instantiate(networks, nn.Module, args.trust, path, key="network")
-    network.to(torch.bfloat16 if is_half else torch.float32)
+    if not list(network_blocks(network)):
+        raise ValueError(f"{path}: {type(network).__name__} names no blocks that could be split.")
+    network.to(torch.bfloat16 if precision.startswith("bf16") else torch.float32)
     cost = measure_step(network, shape, batch)
-    ranks = args.ranks or [int(trainer.get("devices", 1)) * int(trainer.get("num_nodes", 1))]
     print(f"{type(network).__name__}: {cost.parameters:,} weights, {batch} images on each rank")
+    ranks = args.ranks or [devices * nodes]
     print(f"{'ranks':28}" + "".join(f"{n:>10}" for n in ranks))
-    columns = [
-        _plan(cost, n, 2 if is_half else 4, _num_averages(trainer), args.bandwidth, args.tflops)
-        for n in ranks
-    ]
+    averages = _num_averages(trainer)
+    columns = [_plan(cost, n, precision, averages, args.bandwidth, args.tflops) for n in ranks]
     for name in columns[0]:
         print(f"{name:28}" + "".join(f"{column[name]:>10.4g}" for column in columns))
 
@@ -81,30 +87,37 @@ def _values(configs: Sequence[dict[str, Any]], part: str, name: str) -> list[Any
 
 def _num_averages(trainer: dict[str, Any]) -> int:
     """Averages of the weights that the callbacks of a config keep."""
-    return sum(
-        len((callback.get("init_args") or {}).get("decays", [None]))
-        for callback in trainer.get("callbacks") or []
-        if isinstance(callback, dict) and str(callback.get("class_path")).endswith("EMA")
-    )
+    total = 0
+    for callback in trainer.get("callbacks") or []:
+        name = callback.get("class_path") if isinstance(callback, dict) else callback
+        arguments = (callback.get("init_args") or {}) if isinstance(callback, dict) else {}
+        if str(name).endswith(".PowerEMA"):
+            total += len(arguments.get("widths", (0.05, 0.10)))
+        elif str(name).endswith(".EMA"):
+            total += len(arguments.get("decays", (0.9999,)))
+    return total
 
 
 def _plan(
-    cost: "StepCost", ranks: int, size: int, averages: int, bandwidth: float, tflops: float
+    cost: "StepCost", ranks: int, precision: str, averages: int, bandwidth: float, tflops: float
 ) -> dict[str, float]:
-    """Figures of one rank, by name; `size` is the bytes of a gathered weight."""
-    split = 4 * cost.parameters / ranks / GIB  # float32
-    # Of the block in use and the next one, and of what belongs to no block; its gradients, float32.
-    gathered = size * (2 * cost.block + cost.rest) + 4 * (cost.block + cost.rest)
+    """Figures of one rank, by name."""
+    weight = 2 if precision == "bf16-true" else 4  # bytes
+    gathered = 2 if precision.startswith("bf16") else 4
+    split = weight * cost.parameters / ranks / GIB
+    # Of the block in use and the next one, and of what belongs to no block; gradients are float32.
+    peak = gathered * (2 * cost.block + cost.rest) + 4 * (cost.block + cost.rest)
     memory = {
         "weights, GiB": split,
         "gradients": split,
         "moments of Adam": 2 * split,
-        f"averages ({averages})": averages * split,
-        "gathered": gathered / GIB if ranks > 1 else 0.0,
-        "activations": cost.activations / GIB,
+        f"averages ({averages})": averages * 4 * cost.parameters / ranks / GIB,
+        "gathered": peak / GIB if ranks > 1 else 0.0,
+        "activations, at most": cost.activations / GIB,
     }
-    # Weights are gathered in the forward and in the backward pass, and gradients are scattered.
-    received = (ranks - 1) / ranks * (2 * size + 4) * cost.parameters
+    # Blocks are gathered in the forward and in the backward pass, and gradients are scattered.
+    of_all = gathered * (2 * cost.parameters - cost.rest) + 4 * cost.parameters
+    received = of_all * (ranks - 1) / ranks
     return {
         **memory,
         "in all, GiB": sum(memory.values()),

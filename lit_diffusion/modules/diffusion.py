@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
 from lit_diffusion.callbacks.trainer_state import (
+    attached_trainer,
     completed_steps,
     eval_mode,
     is_built_from_config,
@@ -199,11 +200,27 @@ class DiffusionModule(LightningModule):
         compiled.compile_network(self.network, mode, by_block)
 
     def configure_model(self) -> None:
-        """Split the network over the ranks of ModelParallelStrategy; Lightning calls this."""
-        strategy = self.trainer.strategy
-        if isinstance(strategy, ModelParallelStrategy):
-            mesh = strategy.device_mesh["data_parallel"]
-            sharding.shard_network(self.network, mesh, self.trainer.precision)
+        """Split the network over the ranks of ModelParallelStrategy; Lightning calls this.
+
+        Raises:
+            ValueError: if weights outside of the network are trained, or the strategy has tensor
+                parallelism.
+        """
+        trainer = attached_trainer(self)
+        if trainer is None or not isinstance(trainer.strategy, ModelParallelStrategy):
+            return
+        others = [name for name, p in self.named_parameters() if p.requires_grad]
+        others = [name for name in others if not name.startswith("network.")]
+        if others:
+            raise ValueError(f"{others[0]} is not part of the network, which alone can be split.")
+        mesh = trainer.strategy.device_mesh
+        if mesh["tensor_parallel"].size() > 1:
+            raise ValueError(
+                "ModelParallelStrategy must have tensor_parallel_size=1 and data_parallel_size="
+                f"{mesh.size()}, all ranks; got {mesh['tensor_parallel'].size()} and "
+                f"{mesh['data_parallel'].size()}."
+            )
+        sharding.shard_network(self.network, mesh["data_parallel"], trainer.precision)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Seed the random generators for this step."""

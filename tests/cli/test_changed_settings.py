@@ -1,9 +1,12 @@
 from functools import partial
 
 import pytest
+import torch
+from support.commands import equal
 from support.saving import fit, saved
 from support.tiny_run import TinyModule, TinyNet
 from torch.optim import Adam
+from torch.optim import lr_scheduler as lr
 
 from lit_diffusion.cli.changed_settings import ApplyChangedHyperparameters, differences
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
@@ -75,3 +78,30 @@ def test_a_changed_lr_or_schedule_is_as_if_it_had_been_there_from_the_start(
     train(tmp_path, partial(Adam, lr=0.1), before, steps=5)
     assert train(tmp_path, partial(Adam, lr=lr), after, changes=changes) == whole[5:]
     assert saved(tmp_path)["lr_schedulers"] == saved(tmp_path / "whole")["lr_schedulers"]
+
+
+SCHEDULES = {
+    "phases": lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1), lr.StepLR(o, 3)], [5]),
+    "chained": lambda o: lr.ChainedScheduler([lr.ConstantLR(o), lr.ExponentialLR(o, 0.9)]),
+    "cycle": lambda o: lr.OneCycleLR(o, 0.1, 20),
+    "restarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
+    "factor": lambda o: lr.LambdaLR(o, lambda step: 1 / (1 + step)),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_state_of_a_schedule_is_restored_and_a_damaged_one_refused(tmp_path, name):
+    def resume(steps, ckpt_path=None):
+        torch.manual_seed(0)
+        module = TinyModule(TinyNet(3), partial(torch.optim.SGD, lr=0.1), SCHEDULES[name])
+        callback = ApplyChangedHyperparameters({})
+        return fit(callback, tmp_path, ckpt_path, module=module, max_steps=steps)
+
+    whole = resume(4)
+    resume(2).save_checkpoint(tmp_path / "2.ckpt")
+    assert equal(resume(4, tmp_path / "2.ckpt").model.state_dict(), whole.model.state_dict())
+    content = torch.load(tmp_path / "2.ckpt", weights_only=True)
+    content["lr_schedulers"][0]["_last_lr"] = None
+    torch.save(content, tmp_path / "2.ckpt")
+    with pytest.raises(ValueError, match=r"2\.ckpt holds _last_lr=None in the state of its lr"):
+        resume(4, tmp_path / "2.ckpt")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.plain_module import assert_same_bits
 from support.small_digits import small_digits
-from support.spawn import rank_and_size, spawn
+from support.spawn import rank_and_size, run_ranks, spawn
+from support.tiny_diffusion import tiny_diffusion
 from support.tiny_run import spec, write_config
 from torch import nn
 
@@ -77,6 +78,32 @@ def test_compiled_blocks_of_split_weights_train_save_and_resume(tmp_path):
     spawn(fit, 2, eager, 3, True, options[1])
     for name, value in checkpoint(eager)["state_dict"].items():
         torch.testing.assert_close(checkpoint(whole)["state_dict"][name], value, rtol=0, atol=2e-3)
+
+
+def refuse(folder, tensor_parallel_size, loss):
+    weighting = spec("lit_diffusion.losses.Simple")
+    settings = config(1, True, loss=spec(f"lit_diffusion.losses.{loss}", weighting=weighting))
+    settings["trainer"]["strategy"]["init_args"] |= {
+        "data_parallel_size": 2 // tensor_parallel_size,
+        "tensor_parallel_size": tensor_parallel_size,
+    }
+    path = Path(f"{folder}-{rank_and_size()[0]}.yaml")
+    write_config(settings, path)
+    assert main(["fit", "--config", str(path), f"--trainer.default_root_dir={folder}"]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor_parallel_size", "loss", "message"),
+    [
+        (1, "UncertaintyLoss", "loss.log_variance is not part of the network"),
+        (2, "DenoisingLoss", "data_parallel_size=2, all ranks; got 2 and 1"),
+    ],
+)
+def test_what_ranks_would_not_share_is_refused(tmp_path, tensor_parallel_size, loss, message):
+    ranks = run_ranks(refuse, 2, tmp_path / "run", tensor_parallel_size, loss)
+    assert [message in rank.output for rank in ranks] == [True, True], ranks[0].output
+    tiny_diffusion().configure_model()  # without a Trainer, as in `load_from_checkpoint`
 
 
 @pytest.mark.parametrize("network", [DiT, JiT, UViT])
