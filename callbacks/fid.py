@@ -123,7 +123,7 @@ class FIDEvaluation(PeriodicEvaluation):
         auxiliary_metrics: bool = True,
     ) -> None:
         super().__init__(every_n_steps)
-        _require(num_samples >= 2, "num_samples", ">= 2", num_samples)
+        _require(2 <= num_samples <= 10**8, "num_samples", "from 2 to 100,000,000", num_samples)
         _require(batch_size >= 1, "batch_size", ">= 1", batch_size)
         exists = reference in SPLITS or Path(reference).exists()
         _require(exists, "reference", f"one of {', '.join(SPLITS)} or an existing path", reference)

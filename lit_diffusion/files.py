@@ -185,6 +185,9 @@ def check_archive(path: Path) -> None:
             raise ValueError(
                 f"it would unpack to {unpacked_size:,} bytes: torch.save compresses nothing"
             )
+        for member in members:
+            if member.external_attr & 0x10:  # torch.load reads no bytes of it, and raises no error
+                raise ValueError(f"{member.filename} is marked as a folder")
         if (broken := archive.testzip()) is not None:
             raise ValueError(
                 f"the checksum of {broken} is wrong, or was left out by "

@@ -79,5 +79,5 @@ def test_noise_is_drawn_in_float32_whatever_the_default():
 
 
 def test_more_labels_than_a_machine_holds_are_refused_at_once():
-    with pytest.raises(ValueError, match="num_samples, num or num_predict is too large"):
+    with pytest.raises(ValueError, match="num_samples, num or num_predict must be at most"):
         classes_of(range(10**15), 10)

@@ -144,8 +144,9 @@ def _check_progress(loops: dict[Any, Any], in_progress: bool = False) -> None:
     """Raise ValueError if the progress of the Trainer's loops holds anything but counts."""
     for name, value in loops.items():
         is_progress = in_progress or name in _COUNTS or str(name).endswith("progress")
-        if name == "combined_loader":  # state of the user's loaders
-            continue
+        if name == "combined_loader" and isinstance(value, list | dict):
+            continue  # state of the user's loaders
+        is_progress |= name == "combined_loader"
         if isinstance(value, dict) and name not in _COUNTS:
             _check_progress(value, is_progress)
         elif is_progress and not (is_count(value) or isinstance(value, bool)):

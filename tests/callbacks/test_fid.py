@@ -430,7 +430,7 @@ def test_samples_that_are_not_finite_give_nan_are_named_and_training_goes_on(tmp
 
 def test_arguments_out_of_range_are_refused_with_rule_and_value(tmp_path):
     for options, message in (
-        ({"num_samples": 1}, "num_samples must be >= 2, got 1"),
+        ({"num_samples": 1}, "num_samples must be from 2 to 100,000,000, got 1"),
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
         ({"repeats_at_end": -1}, "repeats_at_end must be >= 0, got -1"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1 or None, got 0"),

@@ -110,6 +110,19 @@ def test_a_flipped_bit_of_a_weight_is_noticed_which_torch_would_load(tmp_path):
         check_archive(archive)
 
 
+def test_a_weight_that_is_marked_as_a_folder_is_refused_which_torch_would_load_as_anything(
+    tmp_path,
+):
+    archive = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"w": torch.arange(1000.0)}}, archive)
+    data = bytearray(archive.read_bytes())
+    data[data.rindex(b"a/data/0") - 8] ^= 0x10  # external attributes, in the directory of the file
+    archive.write_bytes(data)
+    assert not torch.equal(torch.load(archive)["state_dict"]["w"], torch.arange(1000.0))
+    with pytest.raises(ValueError, match="a/data/0 is marked as a folder"):
+        check_archive(archive)
+
+
 def test_a_file_that_would_unpack_to_more_is_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "bomb.ckpt", "w", zipfile.ZIP_DEFLATED) as members:
         members.writestr("archive/data/0", bytes(10**6))
@@ -141,6 +154,7 @@ def test_what_a_run_saves_is_let_through():
         ({"global_step": -1}, "its 'global_step' is int -1"),
         ({"global_step": 2**63}, "its 'global_step' is int 9223372036854775808"),
         ({"loops": {"a_progress": {"ready": -2}}}, "ready must be a count, and is -2"),
+        ({"loops": {"combined_loader": torch.zeros(2)}}, "combined_loader must be"),
         ({"loops": {"state_dict": {"_batches_that_stepped": {}}}}, "stepped must be a count"),
         ({"hyper_parameters": {"_class_path": "a", "b": [{"class_path": 1}]}}, "name a class"),
         ({"hyper_parameters": {"_class_path": "a", "init_args": {1: 2}}}, "must have names"),
