@@ -128,6 +128,8 @@ def _check_settings(settings: Any, name: str) -> None:
         raise ValueError(f"its '{name}' must be plain builtins, and hold others")
     if isinstance(settings, list | tuple):
         settings = dict(enumerate(settings))
+    if isinstance(settings, dict) and None in settings:
+        raise ValueError(f"in its '{name}', names must be text, and are {list(settings)!r:.50}")
     for key, value in settings.items() if isinstance(settings, dict) else ():
         if key in ("class_path", "_class_path") and not isinstance(value, str):
             raise ValueError(f"in its '{name}', {key} must name a class, and is {value!r:.50}")

@@ -158,6 +158,7 @@ def test_what_a_run_saves_is_let_through():
         ({"loops": {"state_dict": {"_batches_that_stepped": {}}}}, "stepped must be a count"),
         ({"hyper_parameters": {"_class_path": "a", "b": [{"class_path": 1}]}}, "name a class"),
         ({"hyper_parameters": {"_class_path": "a", "init_args": {1: 2}}}, "must have names"),
+        ({"hyper_parameters": {"_class_path": "a", "b": {1: 2, None: 3}}}, "names must be text"),
         ({"hyper_parameters": {"_class_path": "a", "b": torch.zeros(1)}}, "plain builtins"),
     ],
 )
