@@ -384,14 +384,15 @@ def offline(monkeypatch, tmp_path):
 def start(experiment, *arms):
     """Exit code of a step of training and validation, at a quarter of a wide network's width."""
     width = dict(flat(settings(f"{experiment}.yaml")))["model.network.model_channels"]
-    width = width // 4 if width > 32 else width
+    width = width // 4 if width > 32 else None
     one = ["--trainer.devices=1", "--trainer.strategy=auto"]
     return fit(f"{experiment}.yaml", *short(experiment, *arms, width=width), *one)
 
 
 def short(experiment, *arms, width):
     options = [f"--config={arm}" for arm in arms]
-    options += [f"--model.init_args.network.init_args.model_channels={width}"]
+    if width is not None:
+        options += [f"--model.init_args.network.init_args.model_channels={width}"]
     if "imagenet" in experiment:
         keys = ("model.init_args", "model.init_args.network.init_args")
         options += [f"--{key}.num_classes=2" for key in keys]
