@@ -118,7 +118,7 @@ def test_a_weight_that_is_marked_as_a_folder_is_refused_which_torch_would_load_a
     data = bytearray(archive.read_bytes())
     data[data.rindex(b"a/data/0") - 8] ^= 0x10  # external attributes, in the directory of the file
     archive.write_bytes(data)
-    assert not torch.equal(torch.load(archive)["state_dict"]["w"], torch.arange(1000.0))
+    torch.load(archive)  # whatever the memory holds
     with pytest.raises(ValueError, match="a/data/0 is marked as a folder"):
         check_archive(archive)
 
