@@ -1,7 +1,7 @@
 """End all ranks when one of them fails, dies or hangs, with a message that names it.
 
 A thread of each rank writes heartbeats into the store of the process group. Rank 0 reads those of
-all ranks and passes on in its own which rank has failed; the others read that of rank 0.
+all ranks and writes into its heartbeat, which the others read, which rank has failed.
 """
 
 import json
@@ -120,7 +120,7 @@ class _Watch(threading.Thread):
         self._main_thread, self._has_left = threading.get_ident(), threading.Event()
         self._state, self._failure = "running", ""
         self._ranks = {r: Heartbeat() for r in range(1 if self._rank else dist.get_world_size())}
-        self._own, self._now = Heartbeat(process=_live_process(os.getpid())), 0.0
+        self._beat, self._now = Heartbeat(process=_live_process(os.getpid())), 0.0
         self.start()
 
     def leave(self, state: str, failure: str = "") -> str:
@@ -131,24 +131,24 @@ class _Watch(threading.Thread):
         self.join(2 * PATIENCE)
         rank_0, self._ranks = {0: self._ranks[0]}, {}  # rank 0 awaits nobody any longer
         if state != "lost" or self._now - start > PATIENCE:
-            return self._own.message
-        return self._own.message or find_culprit(rank_0, math.inf, 0)  # its store does not answer
+            return self._beat.message
+        return self._beat.message or find_culprit(rank_0, math.inf, 0)  # its store does not answer
 
     def run(self) -> None:
         """Watch until the store has the end of this rank; on rank 0, that of all ranks."""
-        own, store = self._own, self._group.get_group_store().clone()  # that one may be busy
+        beat, store = self._beat, self._group.get_group_store().clone()  # that one may be busy
         run_number = store.add(f"rank_watch/{self._rank}", 1)
         store = PrefixStore(f"rank_watch/{run_number}", store)
         try:
-            while self._exchange(store) and (not own.message or self._has_left.wait(PATIENCE)):
-                own.message = own.message or find_culprit(self._ranks, self._now, self._timeout)
+            while self._exchange(store) and (not beat.message or self._has_left.wait(PATIENCE)):
+                beat.message = beat.message or find_culprit(self._ranks, self._now, self._timeout)
                 time.sleep(INTERVAL)
                 self._now += INTERVAL  # a clock that stands still while this process is suspended
         except RuntimeError:  # the process that holds the store ended
-            own.message = own.message or find_culprit({0: self._ranks[0]}, math.inf, 0)
+            beat.message = beat.message or find_culprit({0: self._ranks[0]}, math.inf, 0)
             self._has_left.wait(PATIENCE)
-        if own.message and not self._has_left.is_set():  # the main thread did not raise by itself
-            print(f"[rank {self._rank}] {own.message}", file=sys.stderr, flush=True)
+        if beat.message and not self._has_left.is_set():  # the main thread did not raise by itself
+            print(f"[rank {self._rank}] {beat.message}", file=sys.stderr, flush=True)
             launcher: Any = self._trainer.strategy.launcher
             for process in [*multiprocessing.active_children(), *getattr(launcher, "procs", [])]:
                 process.kill()  # loading processes, and ranks that can't end by themselves
@@ -156,29 +156,29 @@ class _Watch(threading.Thread):
 
     def _exchange(self, store: Store) -> bool:
         """Write a heartbeat and read those of other ranks; return whether the watch goes on."""
-        own, state = self._own, self._state  # read before the failure, which `leave` sets first
-        own.message = own.message or self._failure
-        own.state = "ended" if own.message and state == "lost" else state
+        beat, state = self._beat, self._state  # read before the failure, which `leave` sets first
+        beat.message = beat.message or self._failure
+        beat.state = "ended" if beat.message and state == "lost" else state
         frame = sys._current_frames()[self._main_thread]
         while frame.f_back and frame.f_code.co_filename.startswith(_INSTALLED):
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-        own.beats, own.place = own.beats + 1, f"at step {self._trainer.global_step}, in {place}"
+        beat.beats, beat.place = beat.beats + 1, f"at step {self._trainer.global_step}, in {place}"
         with suppress(AttributeError, RuntimeError):  # torch has no public name for it
-            own.collectives = self._group._get_sequence_number_for_group()
-        store.set(str(self._rank), json.dumps(asdict(own)))
+            beat.collectives = self._group._get_sequence_number_for_group()
+        store.set(str(self._rank), json.dumps(asdict(beat)))
         for rank, before in self._ranks.items():
             machine, _, number = before.process.rpartition(" ")
-            died = own.process.startswith(f"{machine} ") and not _live_process(number)
+            died = beat.process.startswith(f"{machine} ") and not _live_process(number)
             # `compare_set` writes if the key is missing, and returns the value in the store.
-            beat = Heartbeat(**json.loads(store.compare_set(str(rank), "", "{}")))
-            beat.heard = self._now if beat.beats != before.beats else before.heard
-            beat.heard = -math.inf if died else beat.heard
-            same = (beat.collectives, beat.state) == (before.collectives, before.state)
-            beat.since = before.since if same else self._now
-            self._ranks[rank] = beat
-        awaited = self._ranks.values() if self._rank == 0 else [own]
-        return any(beat.state != "ended" and beat.heard > -math.inf for beat in awaited)
+            other = Heartbeat(**json.loads(store.compare_set(str(rank), "", "{}")))
+            other.heard = self._now if other.beats != before.beats else before.heard
+            other.heard = -math.inf if died else other.heard
+            same = (other.collectives, other.state) == (before.collectives, before.state)
+            other.since = before.since if same else self._now
+            self._ranks[rank] = other
+        awaited = self._ranks.values() if self._rank == 0 else [self._beat]
+        return any(each.state != "ended" and each.heard > -math.inf for each in awaited)
 
 
 def _live_process(number: int | str) -> str:

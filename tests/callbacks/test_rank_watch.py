@@ -147,7 +147,7 @@ def start(monkeypatch):
 
         def end_process(code):
             watch = threading.current_thread()
-            run.messages[watch._rank] = watch._own.message
+            run.messages[watch._rank] = watch._beat.message
 
         monkeypatch.setattr(os, "_exit", end_process)
         group = SimpleNamespace(
@@ -215,7 +215,7 @@ def test_nobody_is_blamed_when_all_end_on_purpose_and_runs_do_not_mix(start):
     leave(*((watch, ("ended", "failed")) for watch in start(2, store=first.store).watches))
     exchange_heartbeats(third := start(2, store=first.store))
     assert third.messages == {}
-    assert [watch._own.message for watch in third.watches] == ["", ""]
+    assert [watch._beat.message for watch in third.watches] == ["", ""]
 
 
 @pytest.mark.parametrize("ends_well", [False, True])
@@ -223,9 +223,9 @@ def test_a_rank_whose_process_dies_is_named_unless_it_had_ended(start, ends_well
     run = start(3)
     watch = run.watches[2]
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    watch._own.process = _live_process(child.pid)
-    assert str(child.pid) in watch._own.process
-    until(lambda: run.watches[0]._ranks[2].process == watch._own.process)
+    watch._beat.process = _live_process(child.pid)
+    assert str(child.pid) in watch._beat.process
+    until(lambda: run.watches[0]._ranks[2].process == watch._beat.process)
     if ends_well:
         watch.leave("ended")
     child.stdin.close()
@@ -287,9 +287,9 @@ def test_the_place_of_a_rank_is_the_innermost_code_of_the_users_own(start):
 def test_torch_has_what_is_read_of_it():
     dist.barrier()
     watch = _Watch(SimpleNamespace(global_step=3), None)
-    until(lambda: watch._own.beats)
-    until(lambda: watch._own.collectives)
-    assert watch._own.collectives == dist.group.WORLD._get_sequence_number_for_group() == 1
-    assert watch._own.process.endswith(f" {os.getpid()}")
+    until(lambda: watch._beat.beats)
+    until(lambda: watch._beat.collectives)
+    assert watch._beat.collectives == dist.group.WORLD._get_sequence_number_for_group() == 1
+    assert watch._beat.process.endswith(f" {os.getpid()}")
     assert watch._timeout > 60
     assert watch.leave("ended") == ""
