@@ -8,7 +8,7 @@ from lit_diffusion.config.yaml_file import read_yaml
     [
         ("a: &a 1\nb: [" + "*a, " * 11 + "]", "more than 10 aliases"),
         ("a: &a [*a]", "Circular reference"),
-        ("a: " + "[" * 99_000, "nested too deep"),  # which PyYAML itself reads for an hour
+        ("a: " + "[" * 99_000, "nested too deep"),  # which PyYAML itself reads very slowly
         ("a: !!python/name:os.system", "could not determine a constructor"),
         ("a: 1" + ":1" * 10**5, "has more than 100,000 bytes"),
     ],
