@@ -27,6 +27,8 @@ def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[A
     are_lists = isinstance(saved, list | tuple) and isinstance(used, list | tuple)
     if saved == used or (are_lists and list(saved) == list(used)):  # YAML has no tuples
         return {}
+    if saved != saved and used != used:  # two nan
+        return {}
     if are_lists and len(saved) == len(used) and all(isinstance(x, dict) for x in [*saved, *used]):
         saved, used = dict(enumerate(saved)), dict(enumerate(used))
     if not (isinstance(saved, dict) and isinstance(used, dict)):

@@ -254,7 +254,10 @@ class RunCLI(LightningCLI):
             with limit_parameters(self._weights) if self._weights else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:  # jsonargparse wraps the errors of constructors
-            raise ValueError(_failed_init(error) + explain_parse_error(error)) from error
+            message = _failed_init(error) + explain_parse_error(error)
+            if self._saved_model is not None and not self.changed:
+                message = f"the settings in {self.request.checkpoint}: {message}"
+            raise ValueError(message) from error
         refuse_other_dtypes(self.model, self._weights, self.request.checkpoint)
         self._weights = {}  # releases the file
         if self.trainer.precision == "64-true":

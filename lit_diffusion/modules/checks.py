@@ -25,6 +25,16 @@ from lit_diffusion.solvers import DDPM
 from lit_diffusion.solvers.steps import solver_times
 
 
+def check_channels(network: nn.Module, image_shape: tuple[int, ...]) -> None:
+    """Raise ValueError if the network, where it has `in_channels`, is not for these images."""
+    in_channels = getattr(network, "in_channels", image_shape[0])
+    if in_channels != image_shape[0]:
+        raise ValueError(
+            f"image_shape is {image_shape} in the module, but in_channels is {in_channels} in "
+            f"{type(network).__name__}; change one of them."
+        )
+
+
 def check_conditioning(
     network: nn.Module,
     conditioning: Conditioning | None,

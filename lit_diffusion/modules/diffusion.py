@@ -165,6 +165,7 @@ class DiffusionModule(LightningModule):
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._val_loss = MeanMetric(nan_strategy="disable")
+        checks.check_channels(network, self.image_shape)
         checks.check_conditioning(network, conditioning, num_classes, label_dropout, guidance)
         checks.check_objective(process, parameterization, loss, solver, guidance)
         checks.check_clipping(self.codec, solver, guidance)

@@ -124,6 +124,7 @@ class DiT(nn.Module):
         others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
         check_sizes(image_size, patch_size, width, depth, num_heads, **others)
         condition = resolve_condition(condition, num_classes)
+        self.in_channels = in_channels
         self.num_classes = getattr(condition, "num_classes", None)
         self.num_words = getattr(condition, "num_words", None)
         self.image_size, self.patch_size = image_size, patch_size

@@ -225,6 +225,7 @@ class JiT(nn.Module):
             raise ValueError(
                 f"in_context_start must be a block, 0 to {depth - 1}, got {in_context_start}."
             )
+        self.in_channels = in_channels
         self.num_classes = getattr(condition, "num_classes", None)
         self.num_words = getattr(condition, "num_words", None)
         self.image_size, self.patch_size = image_size, patch_size

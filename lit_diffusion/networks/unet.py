@@ -320,7 +320,7 @@ class _Encoder(nn.Module):
                 f"attention_downsample={tuple(attention_downsample)} must be some of the "
                 f"downsampling factors {factors} of a channel_mult of length {levels}."
             )
-        self.emb_channels = 4 * model_channels
+        self.in_channels, self.emb_channels = in_channels, 4 * model_channels
         for mult in channel_mult:
             check_positive(channel_mult=mult)
         self.widths = [int(mult * model_channels) for mult in channel_mult]

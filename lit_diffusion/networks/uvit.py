@@ -131,6 +131,7 @@ class UViT(nn.Module):
         if depth % 2:
             raise ValueError(f"depth must be even, as each block has a skip, got {depth}.")
         condition = resolve_condition(condition, num_classes)
+        self.in_channels = in_channels
         self.num_classes = getattr(condition, "num_classes", None)
         self.num_words = getattr(condition, "num_words", None)
         self.image_size, self.patch_size, self.width = image_size, patch_size, width

@@ -37,6 +37,10 @@ def test_settings_that_differ_are_listed_by_name(used, expected):
     assert differences(MODEL, used) == expected
 
 
+def test_nan_is_equal_to_nan():
+    assert differences(changed(dropout=float("nan")), changed(dropout=float("nan"))) == {}
+
+
 # At a resume
 
 

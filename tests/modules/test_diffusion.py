@@ -400,6 +400,7 @@ CLASSIFIER = PURE_NOISE | {"guidance": ClassifierScore(None)}
         (PURE_NOISE | {"parameterization": Epsilon()}, "SNR = 0.*use Velocity"),
         (PURE_NOISE | {"parameterization": FDM(Velocity(), 0.002, 80.0)}, "SNR = 0.*use Velocity"),
         ({"num_classes": 7}, "num_classes is 7 in the module, but 3 in UNet"),
+        ({"image_shape": (3, 8, 8)}, "in the module, but in_channels is 1 in UNet"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(changes, message):
