@@ -284,6 +284,7 @@ def test_predicting_without_a_way_to_keep_it_is_refused(capsys):
         ("--config endless.yaml", "trainer.max_steps must be a number, -1 for no end"),
         ("--trainer.accumulate_grad_batches=0", "accumulate_grad_batches must be at least 1"),
         ("'--trainer.callbacks+={class_path: EMA, init_args: {decays: [2]}}'", "got (2.0,)."),
+        ("--config number.yaml", "trainer must be settings such as 'max_steps: 1000', got 0.5."),
         ("--config misspelt.yaml", "'trainer.max_stepz'. Did you mean 'trainer.max_steps'?"),
         ("--ckpt_path=best", "there is no file best; name another"),
         ("--trainer.default_root_dir=/proc/runs", "The run folder /proc/runs cannot be written"),
@@ -291,6 +292,7 @@ def test_predicting_without_a_way_to_keep_it_is_refused(capsys):
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(change, message, capsys):
     Path("endless.yaml").write_text("trainer: {max_steps: null}\n")
+    Path("number.yaml").write_text("trainer: 0.5\n")
     Path("misspelt.yaml").write_text("trainer: {max_stepz: 3}\n")
     assert call(f"{FIT} {change}") == 2
     lines = capsys.readouterr().err.strip().split("\n")

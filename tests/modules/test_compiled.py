@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
 from support.plain_module import make_trainer
 from support.resuming import Recipe, assert_undisturbed
@@ -14,6 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
+from lit_diffusion.callbacks import EMA, FiniteUpdates
 from lit_diffusion.losses import HybridLoss, MinSNR
 from lit_diffusion.modules import compiled
 from lit_diffusion.modules.compiled import check_accumulation, compile_network
@@ -164,6 +166,32 @@ def test_a_compiled_fit_that_died_is_resumed_to_the_last_bit(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     callbacks = ("EMA", "SampleGrid", "FiniteUpdates")
     assert_undisturbed(tmp_path, Recipe(callbacks, module=freshly_compiled), batch=4)
+
+
+def fit_on_a_gpu(folder, mode):
+    """Weights, averages and metrics of a fit on a GPU, and the samples of its end."""
+    torch.compiler.reset()
+    seed_everything(0)
+    settings = {"num_classes": None, "label_dropout": 0.0, "compile": mode}
+    settings |= {"optimizer": partial(torch.optim.Adam, lr=1e-3), "loss": HybridLoss(MinSNR())}
+    module = tiny_diffusion(network=smallest("unet", "none"), **settings)
+    ema = EMA((0.9,))
+    options = {"accelerator": "gpu", "max_epochs": 2, "val_check_interval": 3}
+    trainer = make_trainer(folder, ema, FiniteUpdates(), **options)
+    trainer.fit(module, images(34, 4), images(10, 4))
+    samples = module.to("cuda").generate(range(3)).float().cpu()
+    return module.cpu().state_dict(), ema.state_dict(), trainer.callback_metrics, samples
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_fit_on_a_gpu_trains_validates_and_samples_as_an_eager_one(tmp_path, mode):
+    """CUDA graphs write outputs and gradients into memory that later steps use again."""
+    *expected, expected_samples = fit_on_a_gpu(tmp_path, None)
+    *actual, samples = fit_on_a_gpu(tmp_path, mode)
+    for ours, eager in zip(actual, expected, strict=True):
+        assert_close(ours, eager, rtol=1e-3, atol=1e-4, check_device=False)
+    assert (samples - expected_samples).abs().max() <= 1  # of 255
 
 
 def weights_of_ranks(folder, compile):

@@ -26,6 +26,7 @@ from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.data.datasets import TensorImages
 
 WARM_UP = 10
+GRAPHS = "reduce-overhead"  # torch's mode that captures CUDA graphs
 
 
 @dataclass
@@ -53,14 +54,16 @@ def fits(tiny: bool) -> dict[str, Body]:
         cifar10 += [f"--model.init_args.network.init_args.{k}={v}" for k, v in sizes.items()]
         cifar10 += ["--data.init_args.batch_size=4"]
     return {
-        "CIFAR-10, bf16-mixed, compiled": fit(cifar10, mixed=True, compiles=True, tiny=tiny),
-        "digits, 32-true, eager": fit(digits, mixed=False, compiles=False, tiny=tiny),
-        "CIFAR-10, bf16-mixed, eager": fit(cifar10, mixed=True, compiles=False, tiny=tiny),
-        "digits, 32-true, compiled": fit(digits, mixed=False, compiles=True, tiny=tiny),
+        f"{name}, {how}": fit(options, mixed, mode, tiny)
+        for how, mode in (("eager", None), ("compiled", "default"), ("CUDA graphs", GRAPHS))
+        for name, options, mixed in (
+            ("CIFAR-10, bf16-mixed", cifar10, True),
+            ("digits, 32-true", digits, False),
+        )
     }
 
 
-def fit(options: list[str], mixed: bool, compiles: bool, tiny: bool) -> Body:
+def fit(options: list[str], mixed: bool, mode: str | None, tiny: bool) -> Body:
     """The body of a process that fits with the default callbacks and those of a config."""
 
     def body(channel: Channel) -> None:
@@ -71,7 +74,7 @@ def fit(options: list[str], mixed: bool, compiles: bool, tiny: bool) -> Body:
         common = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}"]
         common += [f"--trainer.default_root_dir={tempfile.mkdtemp()}", "--trainer.max_steps=10000"]
         common += ["--trainer.val_check_interval=10000", "--trust", "fit_overhead"]
-        common += [f"--model.init_args.compile={'default' if compiles else 'null'}"]
+        common += [f"--model.init_args.compile={mode or 'null'}"]
         code = main(["fit", *options, "--trainer.callbacks+=fit_overhead.Alternate", *common])
         raise RuntimeError(f"fit ended with {code}")
 
