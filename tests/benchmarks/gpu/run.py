@@ -26,6 +26,7 @@ import ceilings
 import ema_fid
 import fit_overhead
 import sampling
+import sharded
 import train
 from diffusers import DDIMScheduler, DiTTransformer2DModel, UNet2DModel  # noqa: F401 - before forks
 from measure import Rows
@@ -38,9 +39,14 @@ INTERLEAVED = {
     "imagenet128": train.imagenet128,
 }
 """Sections whose workers take turns."""
-TABLES = {"fit": fit_overhead.fits, "ema": ema_fid.averages, "fid": ema_fid.evaluations}
+TABLES = {
+    "fit": fit_overhead.fits,
+    "ema": ema_fid.averages,
+    "fid": ema_fid.evaluations,
+    "sharded": sharded.sharded,
+}
 """Sections whose workers give their rows at once."""
-SECTIONS = ("cifar10", "dit", "fit", "sampling", "ema", "fid", "imagenet128")
+SECTIONS = ("cifar10", "dit", "fit", "sampling", "ema", "fid", "imagenet128", "sharded")
 
 
 def main() -> None:

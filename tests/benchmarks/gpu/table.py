@@ -36,6 +36,12 @@ COLUMNS = {
         "images_per_s": "images/s",
         "waits_per_step": "waits a step",
     },
+    "sharded": {
+        "wall_ms": "ms a step",
+        "images_per_s": "images/s",
+        "peak_gib": "GiB",
+        "planned_gib": "GiB by `plan`",
+    },
     "norms": {"forward_ms": "ms forward", "both_ms": "ms forward and backward"},
     "ema": {"ms": "ms", "host_ms": "ms until the call returns"},
     "fid": {
@@ -55,6 +61,7 @@ TITLES = {
     "fit": "`fit` beside a bare loop",
     "ema": "one update of the average, 52.5M weights",
     "fid": "FID",
+    "sharded": "DiT of a billion weights, training step of 32",
     "norms": "GroupNorm and SiLU of 128x256x32x32 in bfloat16",
 }
 ORDER = (
