@@ -2,7 +2,8 @@
 
 Both train the same module in one process, by turns: blocks of the Trainer's steps, and between them
 blocks of a bare loop over the same network, loss, optimizer, clipping and average. Each block is
-synchronised at its ends alone. Evaluations are left out: they are wanted work.
+synchronised at its ends alone. On a CPU, times are those of this process, as others may use it too.
+Evaluations are left out: they are wanted work.
 """
 
 import tempfile
@@ -10,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -27,6 +29,7 @@ from lit_diffusion.data.datasets import TensorImages
 
 WARM_UP = 10
 GRAPHS = "reduce-overhead"  # torch's mode that captures CUDA graphs
+clock = time.perf_counter if torch.cuda.is_available() else time.process_time
 
 
 @dataclass
@@ -34,7 +37,6 @@ class Run:
     """Settings of the fit of this process, for the callback that the command line builds."""
 
     channel: Channel
-    mixed: bool  # bf16-mixed, else 32-true
     block: int = 10
     blocks: int = 7  # of each kind, of which the first is not counted
 
@@ -43,39 +45,49 @@ run: Run
 
 
 def fits(tiny: bool) -> dict[str, Body]:
-    digits = ["--config", str(CONFIGS / "digits.yaml"), "--trainer.callbacks.SampleGrid=null"]
-    digits += ["--trainer.callbacks.FIDEvaluation=null"]
-    cifar10 = ["--config", str(CONFIGS / "cifar10-improved.yaml")]
-    cifar10 += ["--config", str(CONFIGS / "fragments/gpu.yaml")]
-    cifar10 += ["--data=fit_overhead.NoiseImages", "--data.init_args.batch_size=128"]
-    cifar10 += ["--trainer.callbacks.FIDEvaluation=null"]
-    if tiny:
-        _, sizes = TINY["cifar10-improved"]
-        cifar10 += [f"--model.init_args.network.init_args.{k}={v}" for k, v in sizes.items()]
-        cifar10 += ["--data.init_args.batch_size=4"]
+    digits, cifar10 = config_options("digits"), config_options("cifar10", tiny)
     return {
-        f"{name}, {how}": fit(options, mixed, mode, tiny)
+        f"{name}, {how}": fit(options, mode, tiny)
         for how, mode in (("eager", None), ("compiled", "default"), ("CUDA graphs", GRAPHS))
-        for name, options, mixed in (
-            ("CIFAR-10, bf16-mixed", cifar10, True),
-            ("digits, 32-true", digits, False),
-        )
+        for name, options in (("CIFAR-10, bf16-mixed", cifar10), ("digits, 32-true", digits))
     }
 
 
-def fit(options: list[str], mixed: bool, mode: str | None, tiny: bool) -> Body:
-    """The body of a process that fits with the default callbacks and those of a config."""
+def config_options(name: str, tiny: bool = False) -> list[str]:
+    """Options of a fit without evaluations; a tiny one of CIFAR-10 suits a CPU."""
+    if name == "digits":
+        options = ["--config", str(CONFIGS / "digits.yaml"), "--trainer.callbacks.SampleGrid=null"]
+    else:
+        options = ["--config", str(CONFIGS / "cifar10-improved.yaml")]
+        options += ["--config", str(CONFIGS / "fragments/gpu.yaml")]
+        options += ["--data=fit_overhead.NoiseImages", "--data.init_args.batch_size=128"]
+    if name != "digits" and tiny:
+        _, sizes = TINY["cifar10-improved"]
+        options += [f"--model.init_args.network.init_args.{k}={v}" for k, v in sizes.items()]
+        options += ["--data.init_args.batch_size=4"]
+    return [*options, "--trainer.callbacks.FIDEvaluation=null"]
+
+
+def run_fit(options: list[str], callback: str, mode: str | None) -> int:
+    """Fit with the default callbacks, those of a config, and one of a file of this folder."""
+    options = [*options, f"--trainer.callbacks+={callback}"]
+    options += ["--trust", "fit_overhead", "--trust", callback.rpartition(".")[0]]
+    options += [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}"]
+    options += [f"--trainer.default_root_dir={tempfile.mkdtemp()}", "--trainer.max_steps=10000"]
+    options += ["--trainer.val_check_interval=10000"]
+    options += [f"--model.init_args.compile={mode or 'null'}"]
+    return main(["fit", *options])
+
+
+def fit(options: list[str], mode: str | None, tiny: bool) -> Body:
+    """The body of a process that fits, and runs a bare loop by turns."""
 
     def body(channel: Channel) -> None:
         global run
-        run = Run(channel, mixed)
+        run = Run(channel)
         if tiny:
             run.block, run.blocks = 2, 3
-        common = [f"--trainer.accelerator={'gpu' if torch.cuda.is_available() else 'cpu'}"]
-        common += [f"--trainer.default_root_dir={tempfile.mkdtemp()}", "--trainer.max_steps=10000"]
-        common += ["--trainer.val_check_interval=10000", "--trust", "fit_overhead"]
-        common += [f"--model.init_args.compile={mode or 'null'}"]
-        code = main(["fit", *options, "--trainer.callbacks+=fit_overhead.Alternate", *common])
+        code = run_fit(options, "fit_overhead.Alternate", mode)
         raise RuntimeError(f"fit ended with {code}")
 
     return body
@@ -98,40 +110,46 @@ class NoiseImages(CIFAR10):
         return TensorImages(images, labels, self.flip)
 
 
-class Alternate(Callback):
-    """Runs blocks of a bare loop between blocks of the Trainer's steps, and times both."""
+def bare_loop(trainer: Trainer, module: Any, part: Any = nullcontext) -> Callable[[], None]:
+    """A training step on the network of a fit, without its Trainer; `part` times a named part."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=torch.cuda.is_available())
+    average = [p.detach().clone() for p in parameters]
+    images = trainer.datamodule.load("train").images
+    images = images.pin_memory() if torch.cuda.is_available() else images
+    batch, mixed = trainer.datamodule.batch_size, trainer.precision == "bf16-mixed"
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.step = self.bare_loop(trainer, pl_module)
-        self.trainer_ms: list[float] = []
-        self.bare_ms: list[float] = []
-        self.count = -WARM_UP
-
-    def bare_loop(self, trainer: Trainer, module: Any) -> Any:
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.Adam(parameters, lr=1e-4, fused=torch.cuda.is_available())
-        average = [p.detach().clone() for p in parameters]
-        images = trainer.datamodule.load("train").images
-        images = images.pin_memory() if torch.cuda.is_available() else images
-        batch = trainer.datamodule.batch_size
-
-        def step() -> None:
+    def step() -> None:
+        with part("data"):
             batch_images = images[torch.randint(0, len(images), (batch,))]
             x = batch_images.to(module.device, non_blocking=True)
             labels = None
             if module.num_classes:
                 labels = torch.randint(0, module.num_classes, (batch,), device=module.device)
-            with torch.autocast(device().type, torch.bfloat16, enabled=run.mixed):
-                loss = loss_of(module, x, labels)
+        with part("loss"), torch.autocast(device().type, torch.bfloat16, enabled=mixed):
+            loss = loss_of(module, x, labels)
+        with part("backward"):
             optimizer.zero_grad()
             loss.backward()
+        with part("clipping"):
             if trainer.gradient_clip_val:
                 torch.nn.utils.clip_grad_norm_(parameters, trainer.gradient_clip_val)
+        with part("optimizer"):
             optimizer.step()
-            with torch.no_grad():
-                torch._foreach_lerp_(average, parameters, 1e-4)
+        with part("average"), torch.no_grad():
+            torch._foreach_lerp_(average, parameters, 1e-4)
 
-        return step
+    return step
+
+
+class Alternate(Callback):
+    """Runs blocks of a bare loop between blocks of the Trainer's steps, and times both."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.step = bare_loop(trainer, pl_module)
+        self.trainer_ms: list[float] = []
+        self.bare_ms: list[float] = []
+        self.count = -WARM_UP
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         self.count += 1
@@ -141,23 +159,23 @@ class Alternate(Callback):
             free_memory()
             run.channel.reply()
             run.channel.request()  # until it is the turn of this process
-            self.resumed = time.perf_counter()
+            self.resumed = clock()
         elif self.count > 0 and self.count % run.block == 0:
             synchronize()
-            self.trainer_ms.append(1000 * (time.perf_counter() - self.resumed) / run.block)
+            self.trainer_ms.append(1000 * (clock() - self.resumed) / run.block)
             if len(self.trainer_ms) > run.blocks:
                 self.waits.__exit__(None, None, None)
                 run.channel.reply(self.row(trainer))
                 run.channel.request()  # for ever
-            start = time.perf_counter()
+            start = clock()
             for _ in range(run.block):
                 self.step()
             synchronize()
-            self.bare_ms.append(1000 * (time.perf_counter() - start) / run.block)
+            self.bare_ms.append(1000 * (clock() - start) / run.block)
             if len(self.bare_ms) == run.blocks:  # one more block, in which waits are counted
                 self.waits = Waits() if torch.cuda.is_available() else nullcontext()
                 self.waits.__enter__()
-            self.resumed = time.perf_counter()
+            self.resumed = clock()
 
     def row(self, trainer: Trainer) -> dict[str, Any]:
         ours, bare = (median(ms[1 : run.blocks]) for ms in (self.trainer_ms, self.bare_ms))
