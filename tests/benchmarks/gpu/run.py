@@ -4,10 +4,10 @@
 
 Needs diffusers, and in DIR clones of openai/improved-diffusion (as improved),
 openai/guided-diffusion (guided) and facebookresearch/DiT (dit); what is missing becomes a row with
-an error. The processes of all sections start and compile at once; then the sections are measured in
-the order in which they are named. A process that is not ready by then is waited for, up to ten
-minutes from the start. Rows are written as they are measured, and nothing goes on after --budget
-seconds. --tiny runs small networks, on a CPU as well: to try the scripts.
+an error. The processes of all sections start and compile at once. When all are ready, or --prepare
+seconds have passed, the sections are measured in the order in which they are named. Rows are
+written as they are measured, and nothing goes on after --budget seconds. --tiny runs small
+networks, on a CPU as well: to try the scripts.
 """
 
 import argparse
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=" ".join(SECTIONS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=3600.0)
+    parser.add_argument("--prepare", type=float, default=600.0)
     parser.add_argument("--rounds", type=int, default=3, help="times that each variant is timed")
     parser.add_argument("--peers", type=Path, default=Path("peers"))
     parser.add_argument("--commit", default="unknown", help="written into every row")
@@ -96,16 +97,16 @@ def measure(
     options: argparse.Namespace, workers: dict[str, list[Worker]], rows: Rows, start: float
 ) -> None:
     """Measure section by section, and end the processes of each."""
-    deadline, ready_by = start + options.budget, start + min(600.0, options.budget)
+    deadline, ready_by = start + options.budget, start + min(options.prepare, options.budget)
+    ready = {name: wait_for(name, workers[name], rows, ready_by) for name in options.sections}
     matmul_tflops = write_ceilings(workers["ceilings"], rows, deadline)
     for section in options.sections:
-        ready = wait_for(section, workers[section], rows, ready_by)
         if section in TABLES:
-            write_tables(section, ready, rows, deadline)
+            write_tables(section, ready[section], rows, deadline)
         else:
-            seconds = 0.1 if options.tiny else 1.0
-            rounds = options.rounds
-            train.interleave(section, ready, rows, deadline, matmul_tflops, seconds, rounds)
+            seconds, rounds = 0.1 if options.tiny else 1.0, options.rounds
+            each = ready[section], rows, deadline, matmul_tflops, seconds, rounds
+            train.interleave(section, *each)
         for worker in workers.pop(section):
             worker.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fit_overhead import NoiseImages
 from lightning.pytorch import Callback, Trainer
-from measure import synchronize
+from measure import free_memory, synchronize
 from ours import CONFIGS
 from turns import Body, Channel
 
@@ -44,6 +44,7 @@ class Clock(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         done = trainer.global_step
         if done == WARM_UP:
+            free_memory()
             self.channel.reply()
             self.channel.request()
             self.start = time.perf_counter()
