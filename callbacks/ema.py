@@ -682,7 +682,7 @@ class EMA(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Log the decay and check the averages, whenever Lightning logs."""
-        if self.steps and should_log(trainer):
+        if should_log(trainer) and self.steps:
             self._refuse_nonfinite(list(self._steps_by_name()))
             n = self.steps - self.start
             decay = self._update_decay(self.decays[0], n - 1, n) if n > 0 else 0.0

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .trainer_state import (
     all_gather_objects,
@@ -44,15 +46,19 @@ class _MicroBatch:
     batch: Any
     batch_idx: int
     rng: dict[str, Tensor]  # states of torch's generators before it, "cpu" and "cuda"
-    bad_loss: Tensor  # () bool, on the device
+    device: torch.device
+    bad_loss: Tensor | None = None  # () bool, on the device
     gradients: tuple[Tensor, list[nn.Parameter]] | None = None  # (N,) bool non-finite; parameters
     outputs: dict[str, Tensor] = field(default_factory=dict)  # tensors returned by training_step
 
     def flags(self) -> Tensor:
         """(2,) float on the device: whether the loss, and whether a gradient, is not finite."""
-        no_gradient = torch.zeros_like(self.bad_loss)
-        bad_gradient = no_gradient if self.gradients is None else self.gradients[0].any()
-        return torch.stack([self.bad_loss, bad_gradient]).float()
+        bad_gradient = None if self.gradients is None else self.gradients[0].any()
+        flags = [
+            torch.zeros((), dtype=torch.bool, device=self.device) if flag is None else flag
+            for flag in (self.bad_loss, bad_gradient)
+        ]
+        return torch.stack(flags).float()
 
     def severity(self) -> int:
         """2 for a non-finite loss, 1 for a non-finite gradient, 0 for neither."""
@@ -141,6 +147,7 @@ class FiniteUpdates(pl.Callback):
             raise ValueError(f"max_nonfinite_steps must be at least 0, got {max_nonfinite_steps}.")
         self.max_nonfinite_steps = max_nonfinite_steps
         self.skipped_updates = 0
+        self._hooks: list[RemovableHandle] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -148,6 +155,7 @@ class FiniteUpdates(pl.Callback):
         self._accumulated: list[_MicroBatch] = []  # batches accumulated for the next update
         self._skipped_batches: list[_MicroBatch] = []  # batches of the update that is being skipped
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # copies from before these batches
+        self._with_buffers: list[nn.Module] | None = None  # modules; None if there may be new ones
         self._has_stepped = False  # whether this batch has made or skipped an update
         self._unread: deque[_Unread] = deque()
         self._unread_at_exception: deque[_Unread] = deque()  # without their batches
@@ -180,6 +188,10 @@ class FiniteUpdates(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the device skip updates if it can; optimizers are restored by now."""
+        self._hooks = [
+            torch_modules.register_module_module_registration_hook(self._forget_modules),
+            torch_modules.register_module_buffer_registration_hook(self._forget_modules),
+        ]
         if (
             self.max_nonfinite_steps == 0
             and pl_module.automatic_optimization
@@ -193,6 +205,10 @@ class FiniteUpdates(pl.Callback):
         ):
             self._found_inf = torch.zeros((), dtype=torch.float32, device=pl_module.device)
 
+    def _forget_modules(self, *_: Any) -> None:
+        """Hook of torch: a module of any kind has got a submodule or a buffer."""
+        self._with_buffers = None
+
     # Checking an update
 
     def on_train_batch_start(
@@ -200,16 +216,18 @@ class FiniteUpdates(pl.Callback):
     ) -> None:
         """Store buffers and random states before the batch."""
         if not self._accumulated:
+            if self._with_buffers is None:
+                self._with_buffers = [m for m in pl_module.modules() if m._buffers]
             self._buffers = [
-                (pl_module.get_submodule(owner), name, buffer.detach().clone())
-                for path, buffer in pl_module.named_buffers()
-                for owner, _, name in [path.rpartition(".")]
+                (module, name, buffer.detach().clone())
+                for module in self._with_buffers
+                for name, buffer in module.named_buffers(recurse=False)
             ]
         rng = {"cpu": torch.get_rng_state()}
         if pl_module.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(pl_module.device)
-        is_bad = torch.zeros((), dtype=torch.bool, device=pl_module.device)
-        self._current = _MicroBatch(trainer.global_step, batch, batch_idx, rng, is_bad)
+        step = trainer.global_step
+        self._current = _MicroBatch(step, batch, batch_idx, rng, pl_module.device)
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
@@ -219,7 +237,9 @@ class FiniteUpdates(pl.Callback):
             # A GradScaler's factor may make a half-precision loss infinite, but not NaN.
             may_overflow = loss.dtype == torch.float16 and _grad_scaler(trainer) is not None
             is_bad = loss.detach().isnan() if may_overflow else loss.detach() * 0 != 0
-            self._current.bad_loss = self._current.bad_loss | is_bad.any()
+            is_bad = is_bad.any() if is_bad.ndim else is_bad
+            before = self._current.bad_loss  # of other losses, in manual optimization
+            self._current.bad_loss = is_bad if before is None else before | is_bad
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the gradients, after each accumulated batch."""
@@ -327,7 +347,9 @@ class FiniteUpdates(pl.Callback):
     on_train_epoch_end = on_validation_start
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
-        """Release the batches."""
+        """Release the batches, and remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
         for optimizer in trainer.optimizers if self._found_inf is not None else ():
             vars(optimizer).pop("found_inf", None)
         self._reset()

@@ -378,10 +378,12 @@ def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 
     Checks this rank's part of split tensors and the values of sparse ones; empty ones are finite.
     """
-    values = [t.coalesce().values() if t.is_sparse else local_part(t) for t in tensors]
+    values = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    if not {*map(type, values)} <= {Tensor, nn.Parameter}:
+        values = [local_part(value) for value in values]
     values = [value if value.numel() else value.new_zeros(1) for value in values]
     # On a CPU the 2-norm is ten times as fast, but squares may overflow: what it flags is checked.
-    if all(value.device.type == "cpu" for value in values):
+    if all(value.is_cpu for value in values):
         flags = _has_infinite_norm(values, 2.0)
         if not flags.any():
             return flags
@@ -390,8 +392,10 @@ def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 
 def _has_infinite_norm(values: Sequence[Tensor], order: float) -> Tensor:
     norms = torch._foreach_norm(list(values), order)
+    if len({*map(Tensor.get_device, norms)}) > 1:
+        norms = [norm.to(norms[0].device) for norm in norms]
     # x * 0 is NaN if x is infinite or NaN: a third of the operations of isfinite().
-    return torch.stack([norm.to(norms[0].device) for norm in norms]) * 0 != 0
+    return torch.stack(norms) * 0 != 0
 
 
 def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:

@@ -95,6 +95,23 @@ def test_an_update_that_is_not_finite_is_skipped_as_a_whole(tmp_path, where):
     assert (guard.skipped_updates, trainer.global_step) == (2, 6)
 
 
+def test_buffers_that_modules_get_during_the_fit_are_restored_too(tmp_path):
+    class Growing(Spoilt):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 0:
+                self.late = nn.Module()
+            if batch_idx == 1:
+                self.late.register_buffer("count", torch.zeros(()))
+            if batch_idx > 1:
+                self.late.count += 1
+            return super().training_step(batch, batch_idx)
+
+    module, state = Growing(losses=(3,)), State()
+    fit(tmp_path, module, FiniteUpdates(max_nonfinite_steps=1), state)
+    counts = [snapshot[3].get("late.count") for snapshot in state.snapshots]
+    assert counts == [None, None, 0, 1, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [
