@@ -173,20 +173,24 @@ def fit_on_a_gpu(folder, mode):
     torch.compiler.reset()
     seed_everything(0)
     settings = {"num_classes": None, "label_dropout": 0.0, "compile": mode}
-    settings |= {"optimizer": partial(torch.optim.Adam, lr=1e-3), "loss": HybridLoss(MinSNR())}
+    # Adam would magnify differences of small gradients.
+    settings |= {"optimizer": partial(torch.optim.SGD, lr=0.1), "loss": HybridLoss(MinSNR())}
     module = tiny_diffusion(network=smallest("unet", "none"), **settings)
     ema = EMA((0.9,))
     options = {"accelerator": "gpu", "max_epochs": 2, "val_check_interval": 3}
     trainer = make_trainer(folder, ema, FiniteUpdates(), **options)
-    trainer.fit(module, images(34, 4), images(10, 4))
+    trainer.fit(module, images(32, 4), images(8, 4))
     samples = module.to("cuda").generate(range(3)).float().cpu()
     return module.cpu().state_dict(), ema.state_dict(), trainer.callback_metrics, samples
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_compiled_fit_on_a_gpu_trains_validates_and_samples_as_an_eager_one(tmp_path, mode):
+def test_a_compiled_fit_on_a_gpu_trains_validates_and_samples_as_an_eager_one(
+    tmp_path, mode, monkeypatch
+):
     """CUDA graphs write outputs and gradients into memory that later steps use again."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     *expected, expected_samples = fit_on_a_gpu(tmp_path, None)
     *actual, samples = fit_on_a_gpu(tmp_path, mode)
     for ours, eager in zip(actual, expected, strict=True):

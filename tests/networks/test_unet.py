@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from support.golden import Z, close, fill_, load, tensor
@@ -100,7 +102,7 @@ def test_a_gpu_computes_outputs_and_gradients_of_the_cpu(changes, dtype, monkeyp
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     network, inputs = small("unet", "none", **changes).double(), batch(torch.float64)
     expected = {"output": network(*inputs), **gradients(network, *inputs)}
-    network = network.to("cuda", dtype, memory_format=torch.channels_last)
+    network = copy.deepcopy(network).to("cuda", dtype, memory_format=torch.channels_last)
     x, noise_label = (t.cuda() for t in inputs)
     x = x.to(dtype, memory_format=torch.channels_last)
     actual = {"output": network(x, noise_label), **gradients(network, x, noise_label)}

@@ -124,6 +124,6 @@ def assert_same_bits(actual, expected):
             assert_same_bits(a, b)
     elif isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype
-        assert torch.equal(actual, expected)
+        assert torch.equal(actual.cpu(), expected.cpu())
     else:
         assert actual == expected

@@ -99,6 +99,7 @@ class Step:
         """Milliseconds a step in a block of about so many seconds, and the last loss."""
         wall_ms, loss = _timed(self.run, 1)
         if wall_ms < 1000 * seconds:  # else a block is this one step
+            _timed(self.run, 2)  # CUDA graphs are recorded again after `release`
             wall_ms, _ = _timed(self.run, 1)
             num = min(max(int(1000 * seconds / wall_ms), 3), 50)
             wall_ms, loss = _timed(self.run, num)
