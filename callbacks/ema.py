@@ -32,6 +32,7 @@ from .trainer_state import (
     refuse_strategy,
     refuse_unhooked,
     reshard,
+    saves_split_tensors,
     should_log,
 )
 
@@ -211,8 +212,8 @@ class EMA(pl.Callback):
       added later are averaged from then on. Each optimizer counts its own steps, so each network of
       a GAN is averaged by the steps of its optimizer. Accumulated batches and steps skipped by a
       GradScaler do not count.
-    - Weights split by ModelParallelStrategy are averaged part by part. Saves gather the averages on
-      rank 0; all ranks must save and call `weights()` together.
+    - Weights split by ModelParallelStrategy are averaged part by part. Saves to one file
+      gather the averages on rank 0; all ranks must save and call `weights()` together.
     - Validation, test and predict swap in the first decay, and swap the weights back afterwards.
       Inside `weights(name)` they use those weights. Before the first update they use raw weights.
     - `LightningModule.state_dict()`, and therefore every checkpoint, has the raw weights, even
@@ -619,9 +620,11 @@ class EMA(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """The averages by decay and name; empty without averages.
 
-        If weights are split, collective: whole averages on rank 0 and {} on the others.
+        If weights are split, collective: whole averages on rank 0 and {} on the others; or the
+        averages as they are split, if the strategy saves them so.
         """
-        return gather_state(self._averages_state())
+        state = self._averages_state()
+        return state if saves_split_tensors(self._module) else gather_state(state)
 
     def _averages_state(self) -> dict[str, Any]:
         if self._loaded or not (self._groups or self._idle_steps):

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.evaluation import refuse_other_run
-from lit_diffusion.callbacks.trainer_state import confirm_updates, output_folder
+from lit_diffusion.callbacks.trainer_state import confirm_updates, gather_state, output_folder
 from lit_diffusion.checkpoints.averages import (
     SNAPSHOT_FOLDER,
     delete_snapshots_after,
@@ -147,7 +147,7 @@ class PowerEMA(EMA):
             return
         confirm_updates(trainer)
         self._last_snapshot = step
-        state = self.state_dict()
+        state = gather_state(self._averages_state())
         if trainer.is_global_zero and state:
             shadows = zip(state["decays"], state["shadows"], strict=True)
             self._hashes[step] = write_snapshot(self._folder, step, dict(shadows))

@@ -313,6 +313,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
+def saves_split_tensors(module: pl.LightningModule | None) -> bool:
+    """Whether the module's strategy saves split tensors of callbacks part by part.
+
+    Lightning's own strategies do not. Others set the attribute `saves_split_tensors`.
+    """
+    trainer = None if module is None else attached_trainer(module)
+    return trainer is not None and getattr(trainer.strategy, "saves_split_tensors", False)
+
+
 def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
     """Split `whole`, equal on all ranks, like `model`; no-op if it is split or `model` is not."""
     if is_dtensor(whole) or not is_dtensor(model):

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import time
 import zipfile
@@ -95,6 +96,47 @@ def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None
         file.write(text.encode())
 
 
+def replace(source: Path, target: Path) -> None:
+    """Rename a file or folder to `target`, which may be a file, or the folder of a checkpoint.
+
+    No file system replaces a folder in one operation. So it is set aside under another name, which
+    `path_after_replace` returns if the process is killed before the second operation.
+    """
+    if is_checkpoint_folder(target) or (source.is_dir() and target.exists()):
+        remove(_set_aside(target))
+        os.rename(target, _set_aside(target))
+    os.replace(source, target)
+    sync_folder(target.parent)
+    remove(_set_aside(target))
+
+
+def path_after_replace(path: Path) -> Path:
+    """`path`, or what `replace` has set aside if it was killed before it could rename the new."""
+    return path if path.exists() or not _set_aside(path).exists() else _set_aside(path)
+
+
+def _set_aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with its content, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def is_checkpoint_folder(path: Path) -> bool:
+    """Whether `path` is a folder to which ranks have written the parts of a checkpoint."""
+    return (path / ".metadata").is_file()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a file, or a folder of a checkpoint."""
+    return path.is_file() or is_checkpoint_folder(path)
+
+
 def sync_folder(folder: Path) -> None:
     """Flush a folder's directory entries to the disk, so that renames survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -167,21 +209,22 @@ def checked_read(
         raise ValueError(f"{path} is damaged or no {content} ({reason}); {fix}.") from error
 
 
-def check_archive(path: Path) -> None:
-    """Check the checksums and the unpacked size of a file of `torch.save`.
+def check_archive(file: Path | BytesIO) -> None:
+    """Check the checksums and the unpacked size of a file of `torch.save`, or of its content.
 
     This reads the whole file, about as fast as the disk. Files of other formats pass.
 
     Raises:
         ValueError, zipfile.BadZipFile: with the reason, but not the file's name.
     """
-    if not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(file):
         return
-    with zipfile.ZipFile(path) as archive:
+    size = file.stat().st_size if isinstance(file, Path) else len(file.getbuffer())
+    with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         unpacked_size = sum(member.file_size for member in members)
         is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-        if not is_stored or unpacked_size > path.stat().st_size:
+        if not is_stored or unpacked_size > size:
             raise ValueError(
                 f"it would unpack to {unpacked_size:,} bytes: torch.save compresses nothing"
             )

@@ -20,7 +20,6 @@ from lit_diffusion.checkpoints.averages import select_weights
 from lit_diffusion.checkpoints.reading import (
     Checkpoint,
     first_line,
-    is_distributed_checkpoint,
     limit_parameters,
     number_kind,
     read_checkpoint,
@@ -29,6 +28,7 @@ from lit_diffusion.checkpoints.reading import (
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.config.trust import allow_class_paths
 from lit_diffusion.config.yaml_file import read_yaml
+from lit_diffusion.files import is_checkpoint_folder, path_after_replace
 
 
 class LoadedModule(NamedTuple):
@@ -51,7 +51,7 @@ def load(
     """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: checkpoint file; or a run folder, whose checkpoints/last.ckpt is loaded.
+        path: checkpoint; or a run folder, whose checkpoints/last.ckpt is loaded.
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
             specific one, or "power_<width>" for an average of PowerEMA, which may be reconstructed
             from snapshots.
@@ -115,8 +115,8 @@ def split_weights_suffix(source: str) -> tuple[str, str | None]:
 def checkpoint_file(path: str | Path) -> Path:
     """Return checkpoints/last.ckpt of a run folder, or `path` itself if it is no such folder."""
     path = Path(path)
-    is_run_folder = path.is_dir() and not is_distributed_checkpoint(path)
-    return path / "checkpoints" / "last.ckpt" if is_run_folder else path
+    is_run_folder = path.is_dir() and not is_checkpoint_folder(path)
+    return path_after_replace(path / "checkpoints" / "last.ckpt" if is_run_folder else path)
 
 
 def build_module(

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lit_diffusion.callbacks.trainer_state import find_dtensor
 from lit_diffusion.config.renamed import rename_checkpoint
-from lit_diffusion.files import check_archive, check_regular
+from lit_diffusion.files import check_archive, check_regular, is_checkpoint_folder
 
 Checkpoint = dict[str, Any]
 
@@ -34,44 +34,58 @@ _ENTRY_TYPES: dict[str, tuple[type[dict[Any, Any]] | type[list[Any]], type]] = {
 _RUN_ENTRIES = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states")
 
 
-def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
-    """Read a local checkpoint file to the CPU without running any code in it.
+def read_checkpoint(
+    path: str | Path, *, shapes_only: bool = False, parameters: Mapping[str, Tensor] | None = None
+) -> Checkpoint:
+    """Read a local checkpoint to the CPU without running any code in it.
 
     Renamed classes and arguments get their current names.
 
     Args:
-        path: path of the file.
-        mmap: whether to memory-map tensors, if the format allows it.
+        path: path of the file, or of a folder to which ranks have written their parts.
+        shapes_only: whether the data of tensors are not needed: those of a file are memory-mapped,
+            if its format allows it, and those of a folder are zeros that take no memory.
+        parameters: for a folder, tensors by name: weights, averages and optimizer state of these
+            names are read split as they are. The call is then collective. None reads them whole.
 
     Raises:
         FileNotFoundError: if there is no file.
         ValueError: if the file is truncated, is not a checkpoint, holds pickled code or only the
-            part of one rank, or if `path` is a folder. The message names the file and the reason.
+            part of one rank, or if `path` is another folder. The message has the path and the
+            reason.
     """
     path = Path(path)
-    if is_distributed_checkpoint(path):
-        raise ValueError(
-            f"{path} is a folder with the parts that ranks have saved of a checkpoint; make a file "
-            f"of it with python -m lightning.fabric.utilities.consolidate_checkpoint {path}, or "
-            "train with ModelParallelStrategy(save_distributed_checkpoint=False)."
-        )
-    if path.is_dir():
+    is_folder = is_checkpoint_folder(path)
+    if path.is_dir() and not is_folder:
         raise ValueError(f"{path} is a folder; name the checkpoint file in it.")
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
-    check_regular(path)
+    file = path / "meta.pt" if is_folder else check_regular(path)
     try:
-        check_archive(path)
-        mmap = mmap and zipfile.is_zipfile(path)
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        checkpoint: Any = {}
+        if file.exists():
+            check_archive(check_regular(file))
+            mmap = shapes_only and zipfile.is_zipfile(file)
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        split_tensor = find_dtensor(checkpoint)
+        is_ours = isinstance(checkpoint, dict) and "state_dict" in checkpoint
+        if is_folder and is_ours:
+            from lit_diffusion.checkpoints import sharded  # slow
+
+            checkpoint = sharded.fill(checkpoint, path, shapes_only, parameters)
     except PermissionError:
         raise
     except Exception as error:  # torch raises many types for a broken file
         # From None: torch advises to run the code in the file, which a traceback would show.
         raise ValueError(f"{path} {explain_unreadable(error)}") from None
+    if is_folder and not is_ours:
+        raise ValueError(
+            f"{path} is a folder that `lit-diffusion fit` has not written; make a file of it with "
+            f"python -m lightning.fabric.utilities.consolidate_checkpoint {path}, or train with "
+            "ModelParallelStrategy(save_distributed_checkpoint=False)."
+        )
     try:
         check_content(checkpoint)
-        split_tensor = find_dtensor(checkpoint)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a training checkpoint: {error}.") from None
     if split_tensor:
@@ -86,16 +100,13 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
 def read_step(path: str | Path) -> int:
     """Optimizer steps of a checkpoint, without reading its tensors; -1 if unknown."""
     try:
-        file = check_regular(path)
-        step = torch.load(file, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+        file = Path(path) / "meta.pt" if is_checkpoint_folder(Path(path)) else Path(path)
+        step = torch.load(check_regular(file), map_location="cpu", weights_only=True, mmap=True)[
+            "global_step"
+        ]
     except Exception:  # torch raises many types for a broken file
         return -1
     return step if isinstance(step, int) else -1
-
-
-def is_distributed_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of `torch.distributed.checkpoint`."""
-    return (folder / ".metadata").is_file()
 
 
 def check_content(checkpoint: Any) -> None:

@@ -2,7 +2,8 @@
 
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lit_diffusion.checkpoints.reading import (
     is_plain,
     read_checkpoint,
 )
-from lit_diffusion.files import atomic_write
+from lit_diffusion.files import atomic_write, is_checkpoint_folder, replace
 from lit_diffusion.signals import defer_signals
 
 
@@ -48,7 +49,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(plain, path, storage_options)
         else:
-            _write(plain, path)
+            _write(plain, Path(path))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -71,7 +72,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """
     gathered = gather_state(checkpoint)
     if gathered or not checkpoint:
-        _write(plain_checkpoint(gathered), path)
+        _write(plain_checkpoint(gathered), Path(path))
 
 
 def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,24 +90,38 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
-    path = Path(path)
+def _write(checkpoint: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A folder at this path is intact until the new file is whole.
+    target = path.with_name(f".{path.name}.file") if is_checkpoint_folder(path) else path
+    with explain_write_errors(path), defer_signals():
+        save_plain(checkpoint, target)
+        if target != path:
+            replace(target, path)
+
+
+def save_plain(checkpoint: dict[str, Any], path: Path) -> None:
+    """Atomically `torch.save` to a path at which no folder is."""
+    # Write checksums even if torch is configured without them, to detect damaged files.
+    with (
+        atomic_write(path) as file,
+        config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
+    ):
+        torch.save(checkpoint, file)
+        # Detect content that cannot be loaded at the first save, not at the resume.
+        file.seek(0)
+        if classes := get_unsafe_globals_in_checkpoint(file):
+            raise TypeError(
+                f"a checkpoint must hold tensors and plain builtins, got {', '.join(classes)};"
+                " convert it in the state_dict() of the callback or module that it belongs to."
+            )
+
+
+@contextmanager
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Context that raises an OSError that names the checkpoint, and the free space on its disk."""
     try:
-        # Write checksums even if torch is configured without them, to detect damaged files.
-        with (
-            defer_signals(),
-            atomic_write(path) as file,
-            config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
-        ):
-            torch.save(checkpoint, file)
-            # Detect content that cannot be loaded at the first save, not at the resume.
-            file.seek(0)
-            if classes := get_unsafe_globals_in_checkpoint(file):
-                raise TypeError(
-                    f"a checkpoint must hold tensors and plain builtins, got {', '.join(classes)};"
-                    " convert it in the state_dict() of the callback or module that it belongs to."
-                )
+        yield
     except (OSError, RuntimeError) as error:
         intact = "; the checkpoint saved there before is intact" if path.exists() else ""
         free = shutil.disk_usage(path.parent).free / 2**20

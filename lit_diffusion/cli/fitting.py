@@ -107,7 +107,7 @@ class RunCLI(LightningCLI):
         self._stack = stack
         self._start = time.monotonic()
         file = request.checkpoint
-        checkpoint = {} if file is None else read_checkpoint(file, mmap=True)
+        checkpoint = {} if file is None else read_checkpoint(file, shapes_only=True)
         if file is not None and self.is_fit:
             check_resumable(checkpoint, file)
         self._saved_model = model_spec(checkpoint)
@@ -192,6 +192,9 @@ class RunCLI(LightningCLI):
         Replaces Lightning's method, which would parse the model of the checkpoint after the config.
         """
         settings = self.config[self.request.command]
+        strategy = settings["trainer"]["strategy"]
+        if getattr(strategy, "class_path", "").startswith("lightning.pytorch.strategies.Model"):
+            strategy.class_path = "lit_diffusion.checkpoints.sharded.AtomicModelParallelStrategy"
         _take_from_data(settings["model"], settings["data"], self.request.trust)
         _inherit_num_classes(settings["model"])
         # The parser has validated the config, which takes most of the time of Lightning's own dump.

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ from lit_diffusion.callbacks.trainer_state import (
     validation_follows,
 )
 from lit_diffusion.cli.run_folder import FIRST_SAVE
-from lit_diffusion.files import sync_folder
+from lit_diffusion.files import path_after_replace, remove, replace
 
 
 class LastCheckpoint(AccumulationTracker, Checkpoint):
@@ -82,7 +83,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         """Save if it is due and no validation follows."""
         is_unproven = not self._is_proven and trainer.is_global_zero
         if is_unproven and may_read(trainer) and _has_finite_loss(outputs):
-            self._previous_path.unlink(missing_ok=True)
+            remove(self._previous_path)
             self._is_proven = True
         if self._is_due(trainer) and not validation_follows(trainer):
             self._save(trainer)
@@ -108,10 +109,9 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         if _num_batches(trainer) > self._num_saved_batches or ended_epoch:
             self._save(trainer)
         if trainer.is_global_zero:
-            self._previous_path.unlink(missing_ok=True)
+            remove(self._previous_path)
             if self._end_path.exists():
-                os.replace(self._end_path, self.path)
-                sync_folder(self.path.parent)
+                replace(self._end_path, self.path)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -120,8 +120,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self._delete_end(trainer)
         diverged = isinstance(exception, FloatingPointError) and trainer.is_global_zero
         if diverged and self._previous_path.exists():
-            os.replace(self._previous_path, self.path)
-            sync_folder(self.path.parent)
+            replace(self._previous_path, self.path)
             rank_zero_warn(
                 f"{self.path} is again that of the save before, as no finite loss has been read "
                 "since the last save."
@@ -129,16 +128,25 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
 
     def _delete_end(self, trainer: Trainer) -> None:
         """Delete the save of the last step of a fit that did not end, and partial files."""
-        for file in self.path.parent.glob(".*last.ckpt.*") if trainer.is_global_zero else ():
-            if file.is_file():
-                file.unlink()
+        if not trainer.is_global_zero:
+            return
+        if (latest := path_after_replace(self.path)) != self.path:
+            os.rename(latest, self.path)
+        for leftover in self.path.parent.glob(".*last.ckpt.*"):
+            remove(leftover)
 
     def _link_previous(self) -> None:
         """Hard-link last.ckpt to before-last.ckpt, unless that exists, to preserve its content."""
         if self._previous_path.exists() or not self.path.exists():
             return
         try:
-            os.link(self.path, self._previous_path)
+            if self.path.is_dir():
+                links = self._previous_path.with_name(f".{self._previous_path.name}.links")
+                remove(links)
+                shutil.copytree(self.path, links, copy_function=os.link)
+                os.rename(links, self._previous_path)
+            else:
+                os.link(self.path, self._previous_path)
         except OSError as error:  # a file system without hard links
             rank_zero_warn(
                 f"{self.path} is replaced at each save without its old content being kept until "
@@ -152,20 +160,20 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         start = time.monotonic()
         seconds, steps = start - self._last_save[0], trainer.global_step - self._last_save[1]
-        at_end = is_ending(trainer) and not self.path.is_dir()  # sharded strategies save folders
+        at_end = is_ending(trainer)
         confirm_updates(trainer)  # by losses of the weights of last.ckpt, too
         skipped_updates = _count_skipped_updates(trainer)
         if steps > 0 and skipped_updates and skipped_updates == self._skipped_updates:
             self._is_proven = True
             if trainer.is_global_zero:
-                self._previous_path.unlink(missing_ok=True)
+                remove(self._previous_path)
         if trainer.is_global_zero and not at_end:
             self._link_previous()
         try:
             trainer.save_checkpoint(self._end_path if at_end else self.path, weights_only=False)
         except (OSError, FloatingPointError) as error:  # the previous save is still in place
             if trainer.is_global_zero and (self._is_proven or isinstance(error, OSError)):
-                self._previous_path.unlink(missing_ok=True)
+                remove(self._previous_path)
             if not at_end or isinstance(error, FloatingPointError):
                 raise
             text = str(error).replace(str(self._end_path), str(self.path)).rstrip(".")

@@ -20,7 +20,13 @@ import yaml
 from lit_diffusion.callbacks.slurm import is_requeue_of
 from lit_diffusion.cli.options import Parser
 from lit_diffusion.config.yaml_file import read_yaml
-from lit_diffusion.files import check_option_values, check_regular
+from lit_diffusion.files import (
+    check_option_values,
+    check_regular,
+    is_checkpoint,
+    is_checkpoint_folder,
+    path_after_replace,
+)
 
 CLAIM = ".lock"
 """File in a run folder that is locked by the process that trains into it."""
@@ -90,26 +96,27 @@ def read_command_line(argv: Sequence[str]) -> Request:
     ckpt_path = None if ckpt_path in (None, "null", "None") else str(ckpt_path)
     ckpt_path = ckpt_path and ckpt_path.removeprefix("file://")
     lightning_names = (None, "hpc", "registry")  # Lightning itself resolves these, and URLs
-    if ckpt_path not in (*lightning_names, "last", OR_NONE) and Path(ckpt_path).is_dir():
-        ckpt_path = str(Path(ckpt_path) / "checkpoints" / "last.ckpt")
+    if ckpt_path not in (*lightning_names, "last", OR_NONE):
+        is_run_folder = Path(ckpt_path).is_dir() and not is_checkpoint_folder(Path(ckpt_path))
+        ckpt_path = str(Path(ckpt_path, "checkpoints", "last.ckpt") if is_run_folder else ckpt_path)
     root = args.root or _last_value(settings, "trainer", "default_root_dir")
     if root is not None:
         root = Path(os.path.expanduser(str(root)))
     elif not (root := run_of(Path(ckpt_path)) if ckpt_path else None):
         root = Path("runs") / (Path(args.config[0]).stem if args.config else "unnamed")
-    last = root / "checkpoints" / "last.ckpt"
+    last = path_after_replace(root / "checkpoints" / "last.ckpt")
     requeued = command == "fit" and is_requeue_of(last.parent)
     repeated = command == "fit" and ckpt_path == OR_NONE
     if requeued or repeated:
-        if last.is_file():
+        if is_checkpoint(last):
             ckpt_path = "last"
         elif ckpt_path in (OR_NONE, "last"):
             ckpt_path = None
         options.append(f"--ckpt_path={ckpt_path or 'null'}")
     checkpoint = None
     if ckpt_path not in lightning_names and "://" not in ckpt_path:
-        checkpoint = last if ckpt_path == "last" else Path(ckpt_path)
-        if not checkpoint.is_file():
+        checkpoint = last if ckpt_path == "last" else path_after_replace(Path(ckpt_path))
+        if not is_checkpoint(checkpoint):
             start = f", or {OR_NONE} to start where there is none" if ckpt_path == "last" else ""
             raise FileNotFoundError(
                 f"--ckpt_path: there is no file {checkpoint}; name another{start}."
@@ -286,7 +293,7 @@ def refuse_mixing(request: Request) -> None:
     names = ", ".join(str(file.relative_to(request.root)) for file in files[:3])
     last = request.root / "checkpoints" / "last.ckpt"
     fix = "Continue it with --ckpt_path=last"
-    if not last.is_file():
+    if not is_checkpoint(path_after_replace(last)):
         fix = f"There is no {last}: continue it with --ckpt_path and another file, delete it"
     raise ValueError(
         f"{request.root} already holds a run ({names}). {fix}, or start another with "

@@ -20,7 +20,7 @@ from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_folder import Request, next_config
-from lit_diffusion.files import atomic_write_text
+from lit_diffusion.files import atomic_write_text, is_checkpoint
 from lit_diffusion.metrics.evaluation_record import count_training_images, is_repeat
 
 
@@ -83,9 +83,9 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
     records = read_evaluations(root / "evaluations.jsonl")
     rows += fid_rows([record for record in records if not is_repeat(record)])
     file = checkpoint_file(root)
-    if file.is_file() and hasattr(trainer.lightning_module, "generate"):
+    if is_checkpoint(file) and hasattr(trainer.lightning_module, "generate"):
         command = ["lit-diffusion", "sample", "--checkpoint", str(root)]
-        if not average_names(read_checkpoint(file, mmap=True), file):
+        if not average_names(read_checkpoint(file, shapes_only=True), file):
             command += ["--weights", "raw"]
         command += [f"--trust={package}" for package in request.trust]
         rows.append(("sample", shlex.join([*command, "--num", "64", "--out", f"{root}/out"])))
@@ -115,7 +115,7 @@ def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 def requeue_line(request: Request) -> str:
     """Message of a fit that SLURM has restarted."""
     last = checkpoint_file(request.root)
-    how = f"goes on from {last}" if last.is_file() else f"begins anew, as there is no {last}"
+    how = f"goes on from {last}" if is_checkpoint(last) else f"begins anew, as there is no {last}"
     return f"SLURM job {job_id()} was requeued, and {how}."
 
 
@@ -130,9 +130,9 @@ def resume_line(request: Request, step: int, number: signal.Signals, saved: bool
     """
     last = checkpoint_file(request.root)
     text = f"Stopped by {number.name} at step {step}. "
-    if not last.is_file():
+    if not is_checkpoint(last):
         return f"{text}There is no {last} to go on from: {step} steps are lost."
-    saved_step = step if saved else int(read_checkpoint(last, mmap=True)["global_step"])
+    saved_step = step if saved else int(read_checkpoint(last, shapes_only=True)["global_step"])
     if (lost := step - saved_step) > 0:
         steps = "step since" if lost == 1 else f"{lost} steps since"
         text += f"The {steps} step {saved_step} {'is' if lost == 1 else 'are'} lost. "

@@ -57,9 +57,9 @@ def test_a_malicious_pickle_is_refused_for_what_it_is_and_not_executed(tmp_path,
 
 
 def assert_refused(path, reason):
-    for mmap in (False, True):
+    for shapes_only in (False, True):
         with pytest.raises(ValueError, match=rf"{path.name} {reason}") as error:
-            read_checkpoint(path, mmap=mmap)
+            read_checkpoint(path, shapes_only=shapes_only)
         # What a person sees, traceback and all, has no advice of torch to run the file.
         assert "weights_only` set to" not in "".join(traceback.format_exception(error.value))
 

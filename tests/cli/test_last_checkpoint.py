@@ -12,7 +12,8 @@ from support.tiny_run import TinyModule, TinyNet
 
 from lit_diffusion.callbacks import FiniteUpdates, finite_updates
 from lit_diffusion.cli import last_checkpoint
-from lit_diffusion.files import atomic_write_text
+from lit_diffusion.cli.run_folder import read_command_line
+from lit_diffusion.files import atomic_write_text, replace
 
 
 class Death(Exception):
@@ -208,17 +209,39 @@ def test_a_last_update_after_which_the_validation_is_not_finite_does_not_end_wel
     assert [path.name for path in tmp_path.glob(".*ckpt*")] == []
 
 
-def test_the_file_before_an_unproven_one_outlives_the_process(tmp_path):
+def write_parts(path, content):
+    (part := path.with_name("part")).mkdir()
+    for name in ("meta.pt", ".metadata"):
+        (part / name).write_text(content)
+    replace(part, path)
+
+
+@pytest.mark.parametrize(("write", "name"), [(atomic_write_text, ""), (write_parts, "meta.pt")])
+def test_the_save_before_an_unproven_one_outlives_the_process(tmp_path, write, name):
     """A run that dies before a loss was finite leaves both; the next one puts the older back."""
     saver = Saves(tmp_path, first=1)
-    saver.path.write_text("proven")
+    write(saver.path, "proven")
     saver._link_previous()
-    assert os.path.samefile(tmp_path / "before-last.ckpt", saver.path)  # no copy
+    assert os.path.samefile(tmp_path / "before-last.ckpt" / name, saver.path / name)  # no copy
     for content in ("ruined", "ruined too"):
-        atomic_write_text(saver.path, content)
+        write(saver.path, content)
         saver._link_previous()
     trainer = SimpleNamespace(is_global_zero=True)
     with pytest.warns(UserWarning, match="save before"):
         Saves(tmp_path).on_exception(trainer, None, FloatingPointError())
-    assert saver.path.read_text() == "proven"
+    assert (saver.path / name).read_text() == "proven"
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_folder_that_a_kill_has_left_aside_is_the_last_one_again(tmp_path):
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    path.parent.mkdir()
+    write_parts(path, "proven")
+    path.rename(path.with_name(".last.ckpt.old"))
+    again = ["fit", "--ckpt_path=last", f"--trainer.default_root_dir={tmp_path}"]
+    assert read_command_line(again).checkpoint == path.with_name(".last.ckpt.old")
+    assert read_command_line(again).holds_checkpoint
+    saver = Saves(path.parent)
+    saver._delete_end(SimpleNamespace(is_global_zero=True))
+    assert read_command_line(again).checkpoint == path
+    assert os.listdir(path.parent) == ["last.ckpt"]

@@ -1,5 +1,8 @@
 """Weights split over ranks by a config, beside DDP, which holds them whole."""
 
+import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from support.tiny_run import spec, write_config
 from torch import nn
 
 from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.cli.main import main
+from lit_diffusion.files import remove
 from lit_diffusion.modules.sharding import measure_step, network_blocks
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
@@ -23,14 +28,15 @@ SIZES = {"image_size": 8, "in_channels": 1, "out_channels": 1, "patch_size": 2}
 SIZES |= {"width": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
 
 
-def config(steps, split, **model):
+def config(steps, split, ranks=2, **model):
+    """`split` is None for DDP, else what a checkpoint is: "file" or "folder"."""
     strategy = spec(
         "lightning.pytorch.strategies.ModelParallelStrategy",
-        data_parallel_size=2,
+        data_parallel_size=ranks,
         tensor_parallel_size=1,
-        save_distributed_checkpoint=False,
+        save_distributed_checkpoint=split == "folder",
     )
-    trainer = {"devices": 2, "strategy": strategy if split else "ddp", "val_check_interval": 2}
+    trainer = {"devices": ranks, "strategy": strategy if split else "ddp", "val_check_interval": 2}
     settings = small_digits(steps, **trainer, limit_val_batches=1, enable_progress_bar=False)
     network = spec("lit_diffusion.networks.dit.DiT", **SIZES, gradient_checkpointing=True)
     settings["model"]["init_args"] |= {"network": network, **model}
@@ -38,8 +44,9 @@ def config(steps, split, **model):
 
 
 def fit(folder, steps, split, *options, **model):
-    path = Path(f"{folder}-{rank_and_size()[0]}.yaml")
-    write_config(config(steps, split, **model), path)
+    rank, ranks = rank_and_size()
+    path = Path(f"{folder}-{rank}.yaml")
+    write_config(config(steps, split, ranks, **model), path)
     assert (
         main(["fit", "--config", str(path), f"--trainer.default_root_dir={folder}", *options]) == 0
     )
@@ -53,15 +60,45 @@ def checkpoint(folder):
 def test_a_fit_with_split_weights_has_the_losses_and_the_files_of_ddp(tmp_path):
     """Also where it goes on from a checkpoint of the other; two ranks sum without rounding."""
     whole, split, resumed = tmp_path / "whole", tmp_path / "split", tmp_path / "resumed"
-    spawn(fit, 2, whole, 4, False)
-    spawn(fit, 2, split, 4, True)
-    spawn(fit, 2, resumed, 2, False)
-    spawn(fit, 2, resumed, 4, True, "--ckpt_path=last")
+    spawn(fit, 2, whole, 4, None)
+    spawn(fit, 2, split, 4, "folder")
+    spawn(fit, 2, resumed, 2, None)
+    spawn(fit, 2, resumed, 4, "file", "--ckpt_path=last")
     for folder in (split, resumed):
         assert read_rows(folder / "metrics.csv") == read_rows(whole / "metrics.csv")
-        for key in ("state_dict", "callbacks", "optimizer_states", "lr_schedulers"):
+        for key in ("state_dict", "callbacks", "optimizer_states", "lr_schedulers", "loops"):
             assert_same_bits(checkpoint(folder)[key], checkpoint(whole)[key])
-    assert main(["sample", "--checkpoint", str(split), "--num=1", f"--out={tmp_path}/out"]) == 0
+        assert main(["sample", "--checkpoint", str(folder), "--num=1", f"--out={folder}/out"]) == 0
+
+
+AVERAGES = {
+    "EMA": spec("lit_diffusion.callbacks.EMA", decays=[0.5, 0.9]),
+    "PowerEMA": spec("lit_diffusion.callbacks.PowerEMA", snapshot_every_n_steps=1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "average"), [(2, 1, "EMA"), (1, 2, "PowerEMA")])
+def test_ranks_resume_from_a_folder_of_other_ranks_as_from_a_file(tmp_path, before, after, average):
+    options = (f"--trainer.callbacks=[{json.dumps(AVERAGES[average])}]", "--trainer.max_steps=3")
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    spawn(fit, before, folder, 3, "folder", *options, "--trainer.max_steps=2")
+    assert (folder / "checkpoints" / "last.ckpt" / f"__{before - 1}_0.distcp").is_file()
+    shutil.copytree(folder, file)
+    remove(file / "checkpoints" / "last.ckpt")
+    write_checkpoint(checkpoint(folder), file / "checkpoints" / "last.ckpt")
+    runs = {folder: "folder", file: "file"}
+    if after == 1:
+        shutil.copytree(folder, tmp_path / "whole")
+        runs[tmp_path / "whole"] = None
+    for run, split in runs.items():
+        spawn(fit, after, run, 3, split, *options, "--ckpt_path=last")
+        for key in ("state_dict", "callbacks", "optimizer_states", "loops"):
+            assert_same_bits(checkpoint(run)[key], checkpoint(folder)[key])
+        assert read_rows(run / "metrics.csv") == read_rows(folder / "metrics.csv")
+        assert os.listdir(run / "checkpoints") == ["last.ckpt"]
+    assert (folder / "checkpoints" / "last.ckpt").is_dir()
+    assert (file / "checkpoints" / "last.ckpt").is_file()
 
 
 @pytest.mark.slow
@@ -69,20 +106,20 @@ def test_compiled_blocks_of_split_weights_train_save_and_resume(tmp_path):
     """In bfloat16, where weights are gathered in half of the bytes."""
     options = ("--model.compile=default", "--trainer.precision=bf16-mixed")
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    spawn(fit, 2, whole, 3, True, *options, timeout=400)
-    spawn(fit, 2, resumed, 1, True, *options, timeout=400)
-    spawn(fit, 2, resumed, 3, True, "--ckpt_path=last", *options, timeout=400)
+    spawn(fit, 2, whole, 3, "file", *options, timeout=400)
+    spawn(fit, 2, resumed, 1, "folder", *options, timeout=400)
+    spawn(fit, 2, resumed, 3, "folder", "--ckpt_path=last", *options, timeout=400)
     assert_same_bits(checkpoint(whole)["state_dict"], checkpoint(resumed)["state_dict"])
     assert {value.dtype for value in checkpoint(whole)["state_dict"].values()} == {torch.float32}
     eager = tmp_path / "eager"
-    spawn(fit, 2, eager, 3, True, options[1])
+    spawn(fit, 2, eager, 3, "file", options[1])
     for name, value in checkpoint(eager)["state_dict"].items():
         torch.testing.assert_close(checkpoint(whole)["state_dict"][name], value, rtol=0, atol=2e-3)
 
 
 def refuse(folder, tensor_parallel_size, loss):
     weighting = spec("lit_diffusion.losses.Simple")
-    settings = config(1, True, loss=spec(f"lit_diffusion.losses.{loss}", weighting=weighting))
+    settings = config(1, "file", loss=spec(f"lit_diffusion.losses.{loss}", weighting=weighting))
     settings["trainer"]["strategy"]["init_args"] |= {
         "data_parallel_size": 2 // tensor_parallel_size,
         "tensor_parallel_size": tensor_parallel_size,

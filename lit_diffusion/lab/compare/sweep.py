@@ -32,7 +32,7 @@ from lit_diffusion.cli.run_folder import (
     occupied,
     read_config,
 )
-from lit_diffusion.files import check_regular
+from lit_diffusion.files import check_regular, is_checkpoint, path_after_replace
 from lit_diffusion.lab.compare.command import run as compare
 from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs
 from lit_diffusion.signals import EXIT_SAVED, InterruptedBySignal, print_error, redeliver_signal
@@ -184,9 +184,9 @@ class PlannedRun:
         """
         from lit_diffusion.checkpoints.reading import read_checkpoint
 
-        file = self.folder / LAST
+        file = path_after_replace(self.folder / LAST)
         if file.exists():
-            return int(read_checkpoint(file, mmap=True)["global_step"])
+            return int(read_checkpoint(file, shapes_only=True)["global_step"])
         last = max(_last_evaluation(self.folder), _logged_batches(self.folder))
         return last if last >= self.max_steps else None
 
@@ -309,7 +309,7 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
             f"{folder} holds a run with other settings: {'; '.join(listed)}. Restore them, choose "
             "another --out, or delete that folder."
         )
-    if (folder / LAST).is_file():
+    if is_checkpoint(path_after_replace(folder / LAST)):
         return
     if rest := sorted(folder.rglob("*.ckpt")):
         raise ValueError(f"{folder} has {rest[0].name}, but no {LAST}: move or delete that folder.")

@@ -1,0 +1,319 @@
+"""Checkpoints that are folders, to which each rank writes its parts of the split tensors.
+
+The folder's meta.pt is the checkpoint, in which split tensors have no data: they are on the meta
+device. Files of torch.distributed.checkpoint hold their data, under the path of each tensor in the
+checkpoint, such as "state_dict.network.final.weight". `.metadata` lists them. It is a pickle, so it
+is read without running any code in it, and checked.
+"""
+
+import io
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import load as load_parts
+from torch.distributed.checkpoint import save as save_parts
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from lit_diffusion.callbacks.trainer_state import is_dtensor
+from lit_diffusion.checkpoints.reading import is_count, read_checkpoint, strip_compile_prefix
+from lit_diffusion.checkpoints.saving import explain_write_errors, plain_checkpoint, save_plain
+from lit_diffusion.distributed import call_on_rank_zero
+from lit_diffusion.files import (
+    check_archive,
+    check_regular,
+    is_checkpoint_folder,
+    remove,
+    replace,
+)
+from lit_diffusion.signals import defer_signals
+
+Keys = tuple[Any, ...]
+"""Keys and indices that lead to a tensor in a checkpoint."""
+
+
+class AtomicModelParallelStrategy(ModelParallelStrategy):
+    """ModelParallelStrategy whose folders are written atomically, and read without running code.
+
+    `lit-diffusion fit` uses it in place of Lightning's. With `save_distributed_checkpoint=True`
+    each rank writes and reads only its parts of weights, averages and optimizer state. A folder can
+    be loaded with any number of ranks, and by any strategy.
+    """
+
+    @property
+    def saves_split_tensors(self) -> bool:
+        """Whether callbacks may have split tensors in their state; all ranks must have them."""
+        return self._save_distributed_checkpoint
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Write a folder, or one file from rank 0. On an error, what was there is intact."""
+        if self._save_distributed_checkpoint:
+            write_folder(checkpoint, Path(self.broadcast(filepath)))
+        elif self.global_rank == 0:  # Lightning would delete a folder there first
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load weights and optimizer state. Each rank reads its parts of a folder."""
+        path = Path(self.broadcast(checkpoint_path))
+        if not is_checkpoint_folder(path):
+            return super().load_checkpoint(path, weights_only)
+        assert self.model is not None
+        assert self.lightning_module is not None
+        parameters = strip_compile_prefix(dict(self.model.named_parameters()))
+        checkpoint = read_checkpoint(path, parameters=parameters)
+        options = StateDictOptions(strict=self.lightning_module.strict_loading)
+        set_model_state_dict(self.model, checkpoint.pop("state_dict"), options=options)
+        states = checkpoint["optimizer_states"] if self.optimizers else []
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            set_optimizer_state_dict(self.model, optimizer, state)
+        return checkpoint
+
+
+# Writing
+
+
+def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint to a folder; collective. On an error, what was there is intact.
+
+    Raises:
+        OSError: on all ranks, if one of them cannot write.
+        TypeError: if the content cannot be loaded with `weights_only=True`.
+    """
+    split: dict[str, Tensor] = {}
+    part = path.with_name(f".{path.name}.part")
+
+    def strip(keys: Keys, tensor: Tensor) -> Tensor:
+        if not is_dtensor(tensor):
+            return tensor
+        split[_name(keys)] = tensor
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    def prepare() -> None:
+        remove(part)
+        part.mkdir(parents=True)
+
+    def finish() -> None:
+        save_plain(plain_checkpoint(whole), part / "meta.pt")
+        replace(part, path)
+
+    whole = _map_tensors(checkpoint, strip)
+    with explain_write_errors(path), defer_signals():
+        call_on_rank_zero(prepare)
+        try:
+            save_parts(split, checkpoint_id=part)
+        except CheckpointException as error:
+            raise _first_failure(error) from None
+        call_on_rank_zero(finish)
+
+
+def _map_tensors(value: Any, function: Callable[[Keys, Tensor], Tensor], keys: Keys = ()) -> Any:
+    """Nested dicts and lists with each tensor replaced by `function(keys, tensor)`."""
+    if isinstance(value, Tensor):
+        return function(keys, value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(each, function, (*keys, key)) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_map_tensors(v, function, (*keys, i)) for i, v in enumerate(value))
+    return value
+
+
+def _name(keys: Keys) -> str:
+    return ".".join(map(str, keys))
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """The exception of the first rank that failed."""
+    return error.failures[min(error.failures)][0]
+
+
+# Reading
+
+
+def fill(
+    checkpoint: dict[str, Any],
+    folder: Path,
+    shapes_only: bool = False,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> dict[str, Any]:
+    """The checkpoint in the meta.pt of a folder, with the data of split tensors, on the CPU.
+
+    The arguments `shapes_only` and `parameters` are those of `read_checkpoint`. With whole tensors
+    it is the checkpoint that a save to one file writes.
+
+    Raises an error of any type if the folder is damaged.
+    """
+    reader = _Reader(folder)
+    tensors: dict[str, Tensor] = {}
+
+    def allocate(keys: Keys, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        entry: Any = reader.metadata.state_dict_metadata.get(name := _name(keys))
+        if entry is None or (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
+            raise ValueError(f"{folder / '.metadata'} lists no {name} as in meta.pt")
+        if shapes_only:
+            return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+        named = ((parameters or {}).get(key) for key in keys)
+        model = next((m for m in named if m is not None and m.shape == tensor.shape), tensor)
+        tensors[name] = torch.zeros_like(model.detach(), dtype=tensor.dtype, device="cpu")
+        return tensors[name]
+
+    filled: dict[str, Any] = _map_tensors(checkpoint, allocate)
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            load_parts(tensors, storage_reader=reader, planner=planner, no_dist=parameters is None)
+    except CheckpointException as error:
+        raise _first_failure(error) from None
+    if parameters is None and "optimizer_states" in filled:
+        filled["optimizer_states"] = list(map(_number_parameters, filled["optimizer_states"]))
+    return filled
+
+
+def _number_parameters(state: Any) -> Any:
+    """State of an optimizer by number of each parameter, as torch saves it, instead of its name."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    entries = {numbers[name]: entry for name, entry in state["state"].items()}
+    return {**state, "state": entries, "param_groups": groups}
+
+
+class _Reader(FileSystemReader):
+    """Reads the files of torch.distributed.checkpoint in a folder, after checks.
+
+    Attributes:
+        metadata: content of `.metadata`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.metadata = _read_metadata(folder)
+
+    def read_metadata(self, *_: Any) -> Metadata:
+        return self.metadata
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        """The file that `torch.save` has written of a part; torch.load ignores its checksums."""
+        part = io.BytesIO(super()._slice_file(file, sinfo).read())
+        check_archive(part)
+        part.seek(0)
+        return part
+
+
+_RECORDS = {
+    *(
+        f"torch.distributed.checkpoint.metadata.{name}"
+        for name in (
+            *("Metadata", "StorageMeta", "MetadataIndex", "_MEM_FORMAT_ENCODING"),
+            *("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+        )
+    ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.serialization._get_layout",
+    *("pathlib.PosixPath", "pathlib._local.PosixPath"),
+}
+"""What a `.metadata` of tensors names besides dtypes and shapes. None of it is called."""
+
+
+class _Record:
+    """Stands for any object of `_RECORDS`: its state in the pickle, and nothing more."""
+
+    def __init__(self, *_: Any) -> None:
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler of a `.metadata` that runs no code that the file could choose."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A dtype, `torch.Size`, or a `_Record`."""
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if (path := f"{module}.{name}") == "torch.Size":
+            return torch.Size
+        if path not in _RECORDS:
+            raise pickle.UnpicklingError(f"GLOBAL {path}")  # as torch.load does
+        return _Record
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    """Content of `.metadata`, rebuilt from values of the right types.
+
+    Raises an error of any type if the files in the folder cannot hold the tensors.
+    """
+    with check_regular(folder / ".metadata").open("rb") as file:
+        state = _Unpickler(file).load().state
+    places = {
+        MetadataIndex(index.state["fqn"], index.state["offset"]): place.state
+        for index, place in state["storage_data"].items()
+    }
+    tensors: dict[str, Any] = {}
+    storage: dict[Any, _StorageInfo] = {}
+    file_sizes: dict[str, int] = {}
+    for name, entry in state["state_dict_metadata"].items():
+        dtype = entry.state["properties"].state[0]
+        size, chunks = _shape(entry.state["size"]), []
+        _require(type(name) is str and isinstance(dtype, torch.dtype), "tensors by name")
+        for chunk in entry.state["chunks"]:
+            offsets, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
+            limits = zip(offsets, sizes, size, strict=True)
+            _require(all(start + n <= end for start, n, end in limits), "parts of their tensors")
+            place = places[index := MetadataIndex(name, offsets)]
+            file, offset, length = place["relative_path"], place["offset"], place["length"]
+            is_part = type(file) is str and re.fullmatch(r"__\d+_\d+\.distcp", file)
+            _require(is_part and not place.get("transform_descriptors"), "files of parts")
+            file_sizes[file] = check_regular(folder / file).stat().st_size
+            _require(is_count(offset) and is_count(length), "places in files")
+            _require(offset + length <= file_sizes[file], "places in whole files")
+            _require(math.prod(sizes) * dtype.itemsize <= length, "parts with all their data")
+            storage[index] = _StorageInfo(file, offset, length)
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+        num = sum(math.prod(chunk.sizes) for chunk in chunks)
+        _require(num == math.prod(size), "tensors with all their parts")
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+    stored = sum(place.length for place in storage.values())
+    _require(stored <= sum(file_sizes.values()), "each place once")
+    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
+
+
+def _shape(value: Any) -> torch.Size:
+    _require(type(value) is torch.Size and all(map(is_count, value)), "shapes")
+    return torch.Size(value)
+
+
+def _require(condition: Any, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"it must list {rule}")

@@ -1,0 +1,178 @@
+"""Checkpoints to which each rank writes its parts, on one rank; `test_sharding.py` has more."""
+
+import os
+import pickle
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from support.plain_module import assert_same_bits
+from support.tiny_checkpoint import checkpoint_of, tiny
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from lit_diffusion.callbacks.trainer_state import is_dtensor
+from lit_diffusion.checkpoints import sharded
+from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.checkpoints.reading import read_checkpoint, read_step
+from lit_diffusion.checkpoints.saving import write_checkpoint
+from lit_diffusion.checkpoints.sharded import write_folder
+from lit_diffusion.cli.main import main
+from lit_diffusion.files import path_after_replace
+
+
+@pytest.fixture
+def folder(split, tmp_path):
+    write_folder(checkpoint_of(split), tmp_path / "last.ckpt")
+    return tmp_path / "last.ckpt"
+
+
+def test_a_folder_is_read_as_the_file_of_the_same_checkpoint(split, folder, tmp_path):
+    write_checkpoint(checkpoint_of(split), tmp_path / "file.ckpt")
+    file = read_checkpoint(tmp_path / "file.ckpt")
+    assert_same_bits(read_checkpoint(folder), file)
+    assert read_step(folder) == file["global_step"]
+    shapes = read_checkpoint(folder, shapes_only=True)
+    for name, value in file["state_dict"].items():
+        zeros = shapes["state_dict"][name]
+        assert (zeros.shape, zeros.dtype) == (value.shape, value.dtype)
+    parts = read_checkpoint(folder, parameters=dict(split.named_parameters()))
+    assert all(map(is_dtensor, parts["callbacks"]["EMA{'prefix': ''}"]["shadows"][1].values()))
+    weights = next(load(folder, weights="ema_0.25", module=tiny()).parameters())
+    assert torch.equal(weights, torch.full_like(weights, 3.0))
+
+
+class Killed(BaseException):
+    """What `finally` clauses see of a kill; they change nothing here."""
+
+
+@pytest.mark.parametrize("before", ["folder", "file"])
+def test_a_kill_at_any_time_leaves_a_whole_checkpoint(split, tmp_path, monkeypatch, before):
+    def kill_before(step, module, name):
+        function = getattr(module, name)
+
+        def killed(*args, **options):
+            if calls.append(name) or len(calls) > step:
+                raise Killed
+            return function(*args, **options)
+
+        monkeypatch.setattr(module, name, killed)
+
+    path, calls, step = tmp_path / "last.ckpt", [], 0
+    steps = set()
+    while len(calls) >= step:
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        old = checkpoint_of(split)
+        write_folder(old, path) if before == "folder" else write_checkpoint(old, path)
+        calls.clear()
+        with monkeypatch.context():
+            kill_before(step, sharded, "save_parts")
+            kill_before(step, sharded, "save_plain")
+            for name in ("rename", "replace", "unlink", "fsync"):
+                kill_before(step, os, name)
+            kill_before(step, shutil, "rmtree")
+            with suppress(Killed):
+                write_folder(checkpoint_of(split, global_step=8), path)
+            monkeypatch.undo()
+        steps.add(read_checkpoint(path_after_replace(path))["global_step"])
+        step += 1
+    assert steps == {7, 8}
+    assert step > 8
+    write_folder(checkpoint_of(split, global_step=9), path)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    write_checkpoint(checkpoint_of(split), path)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert path.is_file()
+
+
+def rewrite(folder, change):
+    """Change `.metadata` in place, or replace it by what `change` returns."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    changed = change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata if changed is None else changed))
+
+
+class Code:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def first(metadata):
+    name, entry = next(iter(metadata.state_dict_metadata.items()))
+    return entry, metadata.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
+
+
+def climb(metadata):
+    first(metadata)[1].relative_path = "../last.ckpt/__0_0.distcp"
+
+
+def enlarge(metadata):
+    entry, _ = first(metadata)
+    entry.size = entry.chunks[0].sizes = torch.Size([2**40, *entry.size[1:]])
+
+
+def move(metadata):
+    first(metadata)[1].offset += 2**40
+
+
+def repeat(metadata):
+    place = max(metadata.storage_data.values(), key=lambda place: place.offset)
+    place.offset, place.length = 0, place.offset
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
+
+
+def extend(metadata):
+    first(metadata)[1].transform_descriptors = ["zstd"]
+
+
+def lack(metadata):
+    first(metadata)[0].chunks.clear()
+
+
+def confuse(metadata):
+    first(metadata)[0].properties.dtype = torch.Size([1])
+
+
+HOSTILE = [
+    (lambda _: Code(), r"holds pickled code \(posix.mkdir\), which is never run"),
+    (lambda m: setattr(m, "planner_data", Code()), "pickled code"),
+    (lambda _: [torch.nn.Linear], "pickled code"),
+    *[(lambda _, x=x: x, "damaged") for x in (1, {}, torch.float32, torch.Size([1]))],
+    *[(change, "damaged") for change in (climb, enlarge, move, repeat, extend, lack, confuse)],
+]
+
+
+@pytest.mark.parametrize(("change", "message"), HOSTILE)
+def test_a_hostile_list_of_parts_is_refused_in_one_line(folder, change, message, capsys, tmp_path):
+    os.chdir(tmp_path)
+    rewrite(folder, change)
+    assert main(["sample", "--checkpoint", str(folder), "--num=1", "--out=out"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert str(folder) in line
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(folder)
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(folder, shapes_only=True)
+    assert not Path("executed").exists()
+
+
+def test_an_attribute_of_a_class_cannot_be_set_by_a_list_of_parts(folder):
+    """Pickle sets attributes of whatever is on its stack, by a pair of dicts."""
+    for name in (b"torch.distributed.checkpoint.metadata\nMetadata", b"torch\nSize"):
+        (folder / ".metadata").write_bytes(b"c" + name + b"\n(}}X\x01\x00\x00\x00xK\x01stb.")
+        with pytest.raises(ValueError, match="damaged"):
+            read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "delete"])
+def test_a_damaged_part_is_noticed(folder, change):
+    part = folder / "__0_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[content.index(b"\x00\x00\x80\x3f")] ^= 1  # of a weight, 1.0
+    part.unlink()
+    if change != "delete":
+        part.write_bytes(content if change == "flip" else content[:-100])
+    with pytest.raises(ValueError, match="damaged"):
+        read_checkpoint(folder)
