@@ -147,7 +147,7 @@ class PowerEMA(EMA):
             return
         confirm_updates(trainer)
         self._last_snapshot = step
-        state = gather_state(self._averages_state())
+        state = gather_state(self.state_dict())
         if trainer.is_global_zero and state:
             shadows = zip(state["decays"], state["shadows"], strict=True)
             self._hashes[step] = write_snapshot(self._folder, step, dict(shadows))

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint import load as load_parts
 from torch.distributed.checkpoint import save as save_parts
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -58,19 +57,21 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
 
     `lit-diffusion fit` uses it in place of Lightning's. With `save_distributed_checkpoint=True`
     each rank writes and reads only its parts of weights, averages and optimizer state. A folder can
-    be loaded with any number of ranks, and by any strategy.
+    be loaded with any number of ranks, and by any strategy. The arguments are those of Lightning's.
+
+    Attributes:
+        saves_split_tensors: whether callbacks may have split tensors in their state, on all ranks.
     """
 
-    @property
-    def saves_split_tensors(self) -> bool:
-        """Whether callbacks may have split tensors in their state; all ranks must have them."""
-        return self._save_distributed_checkpoint
+    def __init__(self, *, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **kwargs)
+        self.saves_split_tensors = save_distributed_checkpoint
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         """Write a folder, or one file from rank 0. On an error, what was there is intact."""
-        if self._save_distributed_checkpoint:
+        if self.saves_split_tensors:
             write_folder(checkpoint, Path(self.broadcast(filepath)))
         elif self.global_rank == 0:  # Lightning would delete a folder there first
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
@@ -208,6 +209,15 @@ def _number_parameters(state: Any) -> Any:
     return {**state, "state": entries, "param_groups": groups}
 
 
+class _Place(NamedTuple):
+    """Where the data of a part are."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: None = None
+
+
 class _Reader(FileSystemReader):
     """Reads the files of torch.distributed.checkpoint in a folder, after checks.
 
@@ -222,7 +232,7 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *_: Any) -> Metadata:
         return self.metadata
 
-    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """The file that `torch.save` has written of a part; torch.load ignores its checksums."""
         part = io.BytesIO(super()._slice_file(file, sinfo).read())
         check_archive(part)
@@ -281,7 +291,7 @@ def _read_metadata(folder: Path) -> Metadata:
         for index, place in state["storage_data"].items()
     }
     tensors: dict[str, Any] = {}
-    storage: dict[Any, _StorageInfo] = {}
+    storage: dict[MetadataIndex, _Place] = {}
     file_sizes: dict[str, int] = {}
     for name, entry in state["state_dict_metadata"].items():
         dtype = entry.state["properties"].state[0]
@@ -299,7 +309,7 @@ def _read_metadata(folder: Path) -> Metadata:
             _require(is_count(offset) and is_count(length), "places in files")
             _require(offset + length <= file_sizes[file], "places in whole files")
             _require(math.prod(sizes) * dtype.itemsize <= length, "parts with all their data")
-            storage[index] = _StorageInfo(file, offset, length)
+            storage[index] = _Place(file, offset, length)
             chunks.append(ChunkStorageMetadata(offsets, sizes))
         num = sum(math.prod(chunk.sizes) for chunk in chunks)
         _require(num == math.prod(size), "tensors with all their parts")
