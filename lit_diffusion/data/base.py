@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
@@ -260,7 +261,8 @@ def split_rows(
             f"val={num_val} images cannot be held out of the {len(keys)} in {source}: choose from "
             f"1 to {len(keys) - 1}."
         )
-    order = torch.tensor([fold("held out", key) for key in keys]).argsort()
+    hashes = (fold("held out", key) for key in keys)
+    order = torch.from_numpy(np.fromiter(hashes, np.int64, len(keys))).argsort()
     return (order[:num_val] if split == "val" else order[num_val:]).sort().values
 
 

@@ -87,27 +87,32 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
             f"{root / unknown[0]} is not among the {len(classes)} class folders of the training"
             " images: remove it, or add it there."
         )
-    all_files = list(_walk(root))
-    files = [file for file in all_files if file.lower().endswith(EXTENSIONS)]
-    extensions = ", ".join(EXTENSIONS)
-    if others := sorted(set(all_files) - set(files)):
-        rank_zero_info(f"Left out, as no images by their names ({extensions}): {_join(others)}.")
-    names = [file[len(os.path.join(root, "")) :] for file in files]
-    top_folders = [name.split(os.sep)[0] for name in names]
     label_of = {name: label for label, name in enumerate(classes)}
-    unclassified = [
-        file for file, top in zip(files, top_folders, strict=True) if top not in label_of
-    ]
-    if classes and unclassified:
-        raise ValueError(f"In no class folder: {_join(unclassified)}. Move such images into one.")
-    if empty := sorted(set(folders) - set(top_folders)):
-        raise ValueError(f"{root / empty[0]} holds no images ({extensions}).")
+    names, labels, others, unclassified = [], [], [], []
     stamp = hashlib.sha256()
-    for file, name in zip(files, names, strict=True):
+    for file in _walk(root):  # a million files: no list of their paths is made
+        if not file.lower().endswith(EXTENSIONS):
+            others.append(file)
+            continue
+        name = file[len(os.path.join(root, "")) :]
+        label = label_of.get(name.split(os.sep)[0], -1)
+        if classes and label < 0:
+            unclassified.append(file)
         status = os.stat(file)
         stamp.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="replace"))
-    labels = torch.tensor([label_of.get(top, -1) for top in top_folders])
-    return Listing(root, np.array([os.fsencode(n) for n in names]), labels, stamp.hexdigest())
+        names.append(os.fsencode(name))
+        labels.append(label)
+    extensions = ", ".join(EXTENSIONS)
+    if others:
+        rank_zero_info(
+            f"Left out, as no images by their names ({extensions}): {_join(sorted(others))}."
+        )
+    if unclassified:
+        raise ValueError(f"In no class folder: {_join(unclassified)}. Move such images into one.")
+    used = set(labels)
+    if empty := [name for name in folders if label_of[name] not in used]:
+        raise ValueError(f"{root / empty[0]} holds no images ({extensions}).")
+    return Listing(root, np.array(names), torch.tensor(labels), stamp.hexdigest())
 
 
 def check_images(listing: Listing, requirements: Requirements, cache: Path, threads: int) -> None:

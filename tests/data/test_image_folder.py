@@ -2,6 +2,7 @@ import logging
 import os
 import shutil
 import warnings
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from PIL import Image
 from support.pictures import class_folders, picture, save, truncate
 from torchvision.transforms.functional import pil_to_tensor
 
+from lit_diffusion.data import cropped_images
 from lit_diffusion.data.cropped_images import Requirements, center_crop
 from lit_diffusion.data.image_folder import (
     ImageFolder,
@@ -109,6 +111,23 @@ def test_a_folder_that_passed_is_not_read_again_until_it_or_the_requirements_cha
     assert [reads(), reads()] == [True, False]
     save(root / "a" / "new.png")
     assert [reads(), reads()] == [True, False]
+
+
+def test_a_second_start_stats_each_file_once_and_opens_none(tmp_path, monkeypatch):
+    def calls(num):
+        root = class_folders(tmp_path / str(num), "a", num)
+        folder(root, 1).prepare_data()
+        with monkeypatch.context() as patch:
+            stat, scandir = Mock(wraps=os.stat), Mock(wraps=os.scandir)
+            patch.setattr(os, "stat", stat)
+            patch.setattr(os, "scandir", scandir)
+            patch.setattr(cropped_images, "open_image", None)  # which would fail
+            folder(root, 1).prepare_data()
+            return stat.call_count, scandir.call_count
+
+    (stats, scans), (more_stats, as_many_scans) = calls(3), calls(5)
+    assert more_stats - stats == 2
+    assert as_many_scans == scans
 
 
 def test_files_are_sorted_and_labelled_by_their_class_folder(root):

@@ -9,6 +9,7 @@ from support.golden import Z, close, load, tensor
 from support.schedulers import both
 from support.solving import COSINE, LINEAR, SHAPE, Recorder, k_diffusion_data, no_noise
 from support.toy import CountedNoise, EndsInNoise, gaussian_denoiser, mixture_denoiser, mixture_flow
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.grids import Even, Karras, LogSNR, ShiftedGrid
@@ -282,3 +283,24 @@ def test_solvers_that_need_signal_are_refused_on_pure_noise(solver):
     for process in (LinearFlow(), EndsInNoise()):
         with pytest.raises(ValueError, match=r"needs alpha > 0, which .* LogSNR\(noisiest=-10\)"):
             solver.check(process)
+
+
+class CountOperations(TorchDispatchMode):
+    num = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num += 1
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("solver", [DDIM(), DDPM(FixedSmall(), 50), Heun(), DPMSolverPP(), UniPC()])
+def test_each_further_step_takes_equally_many_operations(solver):
+    def operations(steps):
+        with CountOperations() as counter:
+            replace(solver, steps=steps).sample(
+                gaussian_denoiser(COSINE), COSINE, START, torch.zeros_like
+            )
+        return counter.num
+
+    fewer, some, more = map(operations, (8, 12, 16))
+    assert some - fewer == more - some > 0

@@ -103,11 +103,13 @@ def loss_of(module: DiffusionModule, inputs: Tensor, labels: Tensor | None = Non
     return module.per_sample_loss(x0, labels, t, noise, 0).mean()
 
 
-def training_step(training: Training, loss_of_batch: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A step in bf16-mixed."""
+def training_step(
+    training: Training, loss_of_batch: Callable[[], Tensor], mixed: bool = True
+) -> Callable[[], Tensor]:
+    """A step in bf16-mixed, or else in float32."""
 
     def step() -> Tensor:
-        with torch.autocast(device().type, torch.bfloat16):
+        with torch.autocast(device().type, torch.bfloat16, enabled=mixed):
             loss = loss_of_batch()
         loss.backward()
         training.update()
