@@ -12,7 +12,11 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -47,11 +51,12 @@ _OMITTED_ATTRIBUTES = (
 class ExactResume(AccumulationTracker, Callback):
     """Saves and restores what Lightning omits, and marks checkpoints that do not resume exactly.
 
-    Four things are missing in Lightning. It does not call `on_train_epoch_start` in a resumed
+    Five things are missing in Lightning. It does not call `on_train_epoch_start` in a resumed
     epoch, where GradientAccumulationScheduler sets its factor. It updates ReduceLROnPlateau after
     the hooks in which checkpoints are saved, and not at all at the end of an interrupted epoch. It
     does not save `callback_metrics`, which ReduceLROnPlateau, ModelCheckpoint and EarlyStopping
-    read. It does not save all of the state of ModelCheckpoint.
+    read. It does not save all of the state of ModelCheckpoint. It trains on after EarlyStopping has
+    stopped a fit that was killed before its end, or that is started again.
 
     metrics.csv and evaluations.jsonl stay consistent with the checkpoint: all rows of its step are
     on disk before it is written, and a resume deletes the rows of later steps. Training images are
@@ -71,6 +76,7 @@ class ExactResume(AccumulationTracker, Callback):
     def __init__(self) -> None:
         self.image_count: ImageCount | None = None
         self._metrics: dict[str, Tensor] = {}
+        self._stopped_early: object = None  # why EarlyStopping has stopped the fit, in words
         self._model_checkpoint_states: dict[str, Any] = {}
 
     def on_save_checkpoint(
@@ -88,6 +94,10 @@ class ExactResume(AccumulationTracker, Callback):
         }
         if reason := self._why_inexact(trainer):
             checkpoint["resumes_inexactly"] = reason
+        if trainer.should_stop:
+            for stopper in _early_stoppings(trainer):
+                if stopper.stopping_reason_message:
+                    checkpoint["stopped_early"] = stopper.stopping_reason_message
         # Otherwise, for example after an error, metrics may not be computed on all ranks.
         if in_batch_end or trainer.validating:
             metrics = trainer.callback_metrics
@@ -124,6 +134,7 @@ class ExactResume(AccumulationTracker, Callback):
             )
         self.image_count = parse_image_count(checkpoint.get("images_seen"))
         self._metrics = dict(checkpoint.get("callback_metrics", {}))
+        self._stopped_early = checkpoint.get("stopped_early")
         self._model_checkpoint_states = checkpoint.get("model_checkpoints", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -159,6 +170,10 @@ class ExactResume(AccumulationTracker, Callback):
                     callback.on_train_epoch_start(trainer, pl_module)
         if loop.restarted_on_train_batch_end:
             _update_plateau_schedulers(trainer)
+        if isinstance(self._stopped_early, str) and _early_stoppings(trainer):
+            trainer.should_stop = True
+            fix = "Leave out EarlyStopping to train on."
+            rank_zero_info(f"This run was stopped early: {self._stopped_early} {fix}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make Lightning end a resumed epoch like any other, since its metrics are restored."""
@@ -196,6 +211,11 @@ def _update_plateau_schedulers(trainer: Trainer) -> None:
         epochs.completed -= 1
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epochs.completed += 1
+
+
+def _early_stoppings(trainer: Trainer) -> list[EarlyStopping]:
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if isinstance(each, EarlyStopping)]
 
 
 def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:

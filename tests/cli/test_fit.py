@@ -128,6 +128,20 @@ def test_the_loggers_and_callbacks_of_a_config_stand_beside_those_of_every_run(m
     assert "sample --checkpoint 'my runs/tiny' --weights raw --trust=support" in err
 
 
+def test_a_run_that_was_stopped_early_trains_on_without_early_stopping_only(caplog):
+    """It may have been killed after its last save, or be started again."""
+    stop = spec("EarlyStopping", monitor="val/loss", min_delta=1e9, patience=1)
+    write_config(tiny_config(callbacks=[stop], max_steps=80))
+    assert call(FIT) == 0
+    before = Path(LAST).read_bytes()
+    assert call(f"{FIT} --ckpt_path=last-or-none") == 0
+    assert Path(LAST).read_bytes() == before
+    assert "was stopped early: Monitored metric val/loss did not improve" in caplog.text
+    options = "--ckpt_path=last --trainer.max_steps=20 --trainer.callbacks.EarlyStopping=null"
+    assert call(f"{FIT} {options}") == 0
+    assert checkpoint(LAST)["global_step"] == 20
+
+
 # Composition
 
 
