@@ -156,11 +156,17 @@ def _join(names: Sequence[str]) -> str:
 def _walk(root: Path) -> Iterator[str]:
     """Yield all files below a folder, sorted, without hidden ones and links to a parent folder."""
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        current = os.path.realpath(folder)
-        targets = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
-        loops = {name for name, target in targets.items() if f"{current}/".startswith(f"{target}/")}
-        subfolders[:] = sorted(name for name in targets if name[0] != "." and name not in loops)
+        visible = (name for name in subfolders if name[0] != ".")
+        subfolders[:] = sorted(n for n in visible if not _leads_back(os.path.join(folder, n)))
         yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
+
+
+def _leads_back(path: str) -> bool:
+    """Whether a folder is a link to one that it is in."""
+    if not os.path.islink(path):
+        return False
+    parent, target = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
+    return os.path.join(parent, "").startswith(os.path.join(target, ""))
 
 
 @dataclass(frozen=True, eq=False)

@@ -140,6 +140,16 @@ def test_files_are_sorted_and_labelled_by_their_class_folder(root):
     assert listing.path(6) == path
 
 
+def test_links_are_followed_unless_they_lead_back(root, tmp_path):
+    save(tmp_path / "elsewhere" / "0.png")
+    for name, target in {"up": root, "here": ".", "top": "/", "other": "../../elsewhere"}.items():
+        (root / "a" / name).symlink_to(target)
+    names = [os.fsdecode(name) for name in list_images(root, ("a", "b")).names]
+    assert names == [f"a/{i}.png" for i in range(3)] + ["a/other/0.png"] + [
+        f"b/{i}.png" for i in range(3)
+    ]
+
+
 def test_missing_empty_and_unknown_folders_are_named(root):
     for train, val, option in (("nowhere", root, "train"), (root, "nowhere", "val")):
         with pytest.raises(FileNotFoundError, match=rf"--data\.{option}: .* nowhere .here: /"):
