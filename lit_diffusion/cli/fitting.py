@@ -55,6 +55,7 @@ from lit_diffusion.cli.options import (
 from lit_diffusion.cli.run_callbacks import (
     apply_callback_options,
     contains,
+    skip_empty_hooks,
     split_callback_options,
     with_defaults,
     with_last_checkpoint,
@@ -297,6 +298,7 @@ class RunCLI(LightningCLI):
         if isinstance(environment, SLURMEnvironment) and environment not in plugins:
             # Lightning would save and requeue inside a signal handler, whatever the command.
             environment.auto_requeue = False
+        skip_empty_hooks(trainer.callbacks)  # type: ignore[attr-defined]
         return trainer
 
     @property

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, TQDMProgressBar
 from support.commands import call
 from support.tiny_run import spec, tiny_config, write_config
 
@@ -12,6 +12,7 @@ from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.cli.run_callbacks import (
     EndPredictions,
     apply_callback_options,
+    skip_empty_hooks,
     split_callback_options,
     with_defaults,
     with_last_checkpoint,
@@ -33,6 +34,14 @@ def kinds(callbacks):
 )
 def test_ranks_are_watched_first_and_other_commands_update_nothing(fits, expected):
     assert kinds(with_defaults([EMA()], fits=fits, shows_progress=True)) == expected
+
+
+def test_hooks_of_a_step_are_kept_where_a_callback_has_them():
+    hooks, saver = LambdaCallback(on_after_backward=print), SaveOnSignal(FOLDER)
+    skip_empty_hooks([hooks, saver])
+    assert (hooks.on_after_backward, hooks.on_train_batch_end) == (print, None)
+    assert (callable(saver.on_train_batch_start), saver.on_after_backward) == (True, None)
+    assert callable(hooks.on_train_start)
 
 
 def test_what_a_config_names_is_not_added():

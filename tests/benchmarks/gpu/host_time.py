@@ -36,9 +36,9 @@ options = argparse.Namespace()
 class Parts(Profiler):
     """Charges time or calls to the innermost part that runs; Lightning names its parts."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest: str) -> None:
         super().__init__()
-        self.running = ["[Lightning]"]
+        self.running = [rest]  # the innermost is the last
         self.step, self.unit = Counter[str](), "us"  # amounts of this step, by part
         self.steps: dict[str, list[Counter[str]]] = {"us": [], "calls": []}
         self.last = 0.0
@@ -84,7 +84,7 @@ class HostTime(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.count, self.had_logged = -WARM_UP, True
-        self.parts = trainer.profiler = Parts()
+        self.parts = trainer.profiler = Parts("[Lightning]")
         for optimizer in trainer.optimizers:
             for hooks in (
                 optimizer._optimizer_step_pre_hooks,
@@ -113,13 +113,13 @@ class HostTime(Callback):
 
 
 def bare_steps(trainer: Trainer, module: Any) -> dict[str, tuple[float, float]]:
-    parts = Parts()
+    parts = Parts(BARE + "rest")
     step = bare_loop(trainer, module, lambda name: parts.profile(BARE + name))
     for i in range(-WARM_UP, 2 * options.steps):
         parts.start_step("calls" if i >= options.steps else "us")
         step()
         parts.end_step(counts=i >= 0)
-    return {part: amounts for part, amounts in parts.per_step().items() if part.startswith(BARE)}
+    return parts.per_step()
 
 
 def report(amounts: dict[str, tuple[float, float]], trainer: Trainer) -> None:
