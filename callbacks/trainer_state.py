@@ -392,7 +392,7 @@ def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
         values = [local_part(value) for value in values]
     values = [value if value.numel() else value.new_zeros(1) for value in values]
     # On a CPU the 2-norm is ten times as fast, but squares may overflow: what it flags is checked.
-    if all(value.is_cpu for value in values):
+    if {*map(Tensor.get_device, values)} == {-1}:
         flags = _has_infinite_norm(values, 2.0)
         if not flags.any():
             return flags

@@ -85,7 +85,8 @@ class CountStep(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for name in dir(callback):
-                if callback is not self and name.startswith(("on_", "_before_step", "_after_step")):
+                is_hook = name.startswith(("on_", "_before_step", "_after_step"))
+                if callback is not self and is_hook and getattr(callback, name) is not None:
                     self.mode.attribute(callback, name, type(callback).__name__)
         self.mode.attribute(pl_module, "training_step", "objective")
         self.mode.attribute(pl_module, "backward", "backward")
