@@ -94,26 +94,36 @@ def ema_update_(
     """
     averages = [local_part(average) for average in shadow]
     weights = [local_part(p).to(average) for average, p in zip(averages, params, strict=True)]
-    _lerp_(averages, weights, decay, found_inf)
+    can_fuse = found_inf is not None and _can_fuse(averages, weights)
+    _lerp_(averages, weights, decay, found_inf, can_fuse)
+
+
+def _can_fuse(averages: list[Tensor], weights: list[Tensor]) -> bool:
+    """Whether one fused kernel can update the averages.
+
+    It runs through memory whatever the strides are, on one device.
+    """
+    return (
+        {average.dtype for average in averages} == {torch.float32}
+        and len({*map(Tensor.get_device, averages)}) == 1
+        and [*map(Tensor.stride, averages)] == [*map(Tensor.stride, weights)]
+    )
 
 
 @torch.no_grad()
 def _lerp_(
-    averages: list[Tensor], weights: list[Tensor], decay: float, found_inf: Tensor | None
+    averages: list[Tensor],
+    weights: list[Tensor],
+    decay: float,
+    found_inf: Tensor | None,
+    can_fuse: bool,
 ) -> None:
     """`ema_update_` of whole tensors whose devices and dtypes agree."""
     if found_inf is None:
         torch._foreach_lerp_(averages, weights, 1 - decay)
-        return
-    # A fused kernel runs through memory whatever the strides are, on one device. Its formula would
-    # not copy the weights exactly at decay 0; that of lerp, which changes at 0.5, does.
-    can_fuse = decay >= 0.5 and all(
-        average.dtype == torch.float32
-        and average.device == averages[0].device
-        and average.stride() == param.stride()
-        for average, param in zip(averages, weights, strict=True)
-    )
-    if can_fuse:  # lerp as a step of SGD, with lr 1 - decay and gradient shadow - params
+    # Lerp as a step of SGD, with lr 1 - decay and gradient shadow - params. At decay 0 this formula
+    # would not copy the weights exactly; that of lerp, which changes at 0.5, does.
+    elif can_fuse and decay >= 0.5:
         torch._fused_sgd_(
             averages,
             weights,
@@ -195,6 +205,7 @@ class _Group:
     # Weights, and averages of each decay, in the order of `tensors`; None after a change of these.
     lists: tuple[list[Tensor], list[list[Tensor]]] | None = None
     is_uniform: bool = False  # whether `lists` agree in devices and dtypes, and none is split
+    strides: list[tuple[int, ...]] | None = None  # of both `lists`; None if no kernel fuses them
 
     def has_changed(self, params: list[Tensor]) -> bool:
         """Whether the optimizer got other parameters, or a frozen one is trained now."""
@@ -596,10 +607,13 @@ class EMA(pl.Callback):
             self._prepare_lists(group)
         assert group.lists is not None
         weights, averages = group.lists
-        update = _lerp_ if group.is_uniform else ema_update_
+        can_fuse = found_inf is not None and group.strides == [*map(Tensor.stride, weights)]
         for decay, shadow in zip(self.decays, averages, strict=True):
             span = self._update_decay(decay, max(last - self.every_n_steps, 0), last)
-            update(shadow, weights, span, found_inf)
+            if group.is_uniform:
+                _lerp_(shadow, weights, span, found_inf, can_fuse)
+            else:
+                ema_update_(shadow, weights, span, found_inf)
 
     def _prepare_lists(self, group: _Group) -> None:
         weights = list(group.tensors.values())
@@ -609,6 +623,8 @@ class EMA(pl.Callback):
             (weight.device, weight.dtype) == (average.device, average.dtype)
             for weight, average in zip(weights, averages[0], strict=True)
         )
+        can_fuse = group.is_uniform and _can_fuse(averages[0], weights)
+        group.strides = [*map(Tensor.stride, weights)] if can_fuse else None
 
     # State
 
