@@ -116,6 +116,13 @@ def test_the_readme_has_intervals_of_the_pages_that_it_links():
     assert len(rows) == 6
 
 
+def test_the_readme_has_the_speed_of_the_page_that_it_links():
+    (row,) = re.findall(r"^\|.*performance\.md.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    speeds = FIGURE.findall(row.split(" | ")[1].replace("performance.md", ""))
+    assert speeds
+    assert set(speeds) <= set(FIGURE.findall((RESULTS / "performance.md").read_text()))
+
+
 def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkeypatch):
     for arm, speed in {"baseline": 1.0, "fast": 2.0}.items():
         write_arm(tmp_path / "sweep" / arm, speed, seeds=range(2))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from support.dispatched import CountOperations
 from support.memory_logger import MemoryLogger
 from support.plain_module import (
     PlainModule,
@@ -133,6 +134,24 @@ def test_the_averages_equal_a_float64_reference_after_every_accumulated_step(
 
 
 # Buffers, and averages on the CPU
+
+
+class CountedSteps(PlainModule):
+    """Remembers the operations of each optimizer step, with its closure."""
+
+    def optimizer_step(self, *args):
+        with CountOperations() as operations:
+            super().optimizer_step(*args)
+        self.counts = [*getattr(self, "counts", []), operations.counts]
+
+
+@pytest.mark.parametrize("decays", [(0.9,), (0.9, 0.99)])
+def test_an_optimizer_step_has_one_operation_more_for_each_decay(tmp_path, decays):
+    plain, averaged = CountedSteps(), CountedSteps()
+    fit(tmp_path, plain)
+    fit(tmp_path, averaged, EMA(decays))
+    more = [ours - without for ours, without in zip(averaged.counts, plain.counts, strict=True)]
+    assert more[1:] == [{"_foreach_lerp_": len(decays)}] * 3
 
 
 class Buffers(Callback):

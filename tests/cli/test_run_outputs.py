@@ -1,10 +1,12 @@
 import signal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support.saving import fit
+from support.tiny_run import TinyModule, TinyNet
 
 from lit_diffusion.cli.run_folder import read_command_line
 from lit_diffusion.cli.run_outputs import RunConfig, fid_rows, resume_line
@@ -45,12 +47,15 @@ def test_a_fit_that_was_stopped_resumes_as_it_says(options, folder):
     assert "2 steps since step 1 are lost" in resume_line(request, 3, signal.SIGINT, False)
 
 
-def test_a_config_says_what_the_run_was_computed_on(tmp_path):
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_config_says_what_the_run_was_computed_on(tmp_path, fused):
     parser = SimpleNamespace(dump=lambda config, **options: "trainer: {}\n")
-    fit(RunConfig(parser, None), tmp_path, max_steps=1)
+    module = TinyModule(TinyNet(3), partial(torch.optim.Adam, fused=fused))
+    fit(RunConfig(parser, None), tmp_path, module=module, max_steps=1)
     first, *rest = (tmp_path / "config.yaml").read_text().splitlines()
     precision = torch.get_float32_matmul_precision()
     assert first == (
         f"# torch {torch.__version__} on 1 x cpu, float32 matmul precision {precision}, Adam"
+        + (" with fused=True" if fused else "")
     )
     assert rest == ["trainer: {}"]

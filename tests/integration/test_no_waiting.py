@@ -24,7 +24,9 @@ from lit_diffusion.conditioning import ClassLabels
 from lit_diffusion.gaussian import FixedLarge, LearnedRange
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.losses import HybridLoss, Simple
+from lit_diffusion.modules.checks import FiniteDenoise
 from lit_diffusion.processes import EDMProcess, LinearFlow
+from lit_diffusion.seeding import PerSampleNoise
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, DPMSolverPP2S, Euler, Heun, UniPC
 
 WAITS = {
@@ -228,8 +230,7 @@ class TwoOutputs(TinyNetwork):
 LEARNED_VARIANCE = {"network": TwoOutputs(), "loss": HybridLoss(Simple())}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
+each_solver = pytest.mark.parametrize(
     ("solver", "changes"),
     [
         (DDIM(4), {}),
@@ -245,6 +246,19 @@ LEARNED_VARIANCE = {"network": TwoOutputs(), "loss": HybridLoss(Simple())}
     ],
     ids=repr,
 )
+
+
+@each_solver
+def test_no_step_of_a_solver_reads_a_value(solver, changes):
+    """Tensors of the meta device have none."""
+    module = tiny_diffusion(solver=solver, **changes).to("meta")
+    denoise, noise = FiniteDenoise(module.denoise_for(None)), PerSampleNoise(range(4))
+    x = torch.empty(4, 1, 8, 8, device="meta")
+    assert solver.sample(denoise, module.process, x, noise.randn_like).is_meta
+
+
+@pytest.mark.gpu
+@each_solver
 def test_sampling_on_a_gpu_waits_once_at_its_end(solver, changes):
     module = tiny_diffusion(solver=solver, **changes)
     expected, module = module.generate(range(4)), module.cuda()

@@ -82,6 +82,20 @@ def write(folder, module, arguments=ARGUMENTS, vae=None):
     return write_diffusers(folder, module, record, module.network.state_dict(), vae)
 
 
+def test_files_of_a_compiled_network_are_those_of_the_network(tmp_path):
+    sizes = {"channel_mult": [1], "attention_downsample": []}
+    eager, compiled = (module(unet(**sizes)) for _ in range(2))
+    compiled.compile_network()
+    compiled.network.compile(backend="eager")  # in place of inductor, which takes a minute
+    compiled.network(torch.zeros(2, 1, 8, 8), torch.zeros(2))
+    for ours in (eager, compiled):
+        write(tmp_path / str(ours is compiled), ours, ARGUMENTS | sizes)
+    files = [p.relative_to(tmp_path / "True") for p in (tmp_path / "True").rglob("*.*")]
+    assert len(files) == 4
+    for file in files:
+        assert (tmp_path / "True" / file).read_bytes() == (tmp_path / "False" / file).read_bytes()
+
+
 def pipeline_of(folder, kind="DDPMPipeline"):
     diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     pipeline = getattr(diffusers, kind).from_pretrained(folder)

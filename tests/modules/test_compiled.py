@@ -88,7 +88,7 @@ def test_sizes_of_batches_compile_once(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["unet", "jit"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_losses_and_gradients_are_those_of_the_eager_network(name):
     module = tiny_diffusion(network=smallest(name, out_channels=1), num_classes=NUM_CLASSES)
     x0, noise = torch.randn(2, 4, 1, 8, 8)

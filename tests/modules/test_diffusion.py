@@ -144,6 +144,25 @@ def test_the_loss_is_a_function_of_its_arguments():
     torch.testing.assert_close(half, losses[:12])
 
 
+class CountedVP(DiscreteVP):
+    num_calls = 0
+
+    def alpha_sigma(self, t):
+        self.num_calls += 1
+        return super().alpha_sigma(t)
+
+
+def test_a_learned_variance_asks_for_alpha_and_sigma_once_in_a_step():
+    process = CountedVP(CosineBetas(100))
+    model = module(unet(out_channels=2), process=process, loss=HybridLoss(Simple()))
+    x0, noise = torch.randn(2, 4, 1, 8, 8)
+    num_calls, process.num_calls = [], 0
+    for _ in range(3):
+        model.per_sample_loss(x0, None, torch.arange(4.0).double(), noise)
+        num_calls.append(process.num_calls)
+    assert num_calls == [2, 3, 4]  # in the first step also for the table of posteriors
+
+
 def test_the_value_of_validation_does_not_depend_on_batches_or_the_random_state():
     values = []
     for batch_size, seed in [(8, 0), (3, 1), (1, 2)]:

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from lit_diffusion import networks
+from lit_diffusion.networks import fused_norm
 from lit_diffusion.networks.fused_norm import (
     affine_group_norm_silu,
     group_norm_silu,
@@ -106,6 +108,21 @@ def test_on_the_cpu_it_is_torchs_operations_bit_for_bit():
     output = group_norm_silu(*tensors, num_groups=4, eps=EPS)
     assert torch.equal(output, separate_group_norm_silu(*tensors, 4, EPS, True))
     assert output.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_where_triton_cannot_be_imported_it_is_torchs_operations(monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "lit_diffusion.networks.fused_norm_triton", None)
+    monkeypatch.delattr(networks, "fused_norm_triton", raising=False)
+    fused_norm._import_kernels.cache_clear()
+    assert fused_norm._import_kernels(gpu) is False
+    monkeypatch.setattr(fused_norm, "_has_kernels", lambda *_: fused_norm._import_kernels(gpu))
+    (x, weight, bias, *_), _ = inputs((2, 16, 8, 8), torch.float32)
+    expected = separate_group_norm_silu(x, weight, bias, *[None] * 3, 4, EPS, True)
+    assert torch.equal(group_norm_silu(x, weight, bias, num_groups=4, eps=EPS), expected)
+    fused_norm._import_kernels.cache_clear()
 
 
 # The Triton kernels: on a GPU, or in the interpreter

@@ -1,8 +1,10 @@
+from functools import partial
 from inspect import signature
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.dispatched import forward_and_backward
 from support.golden import Z
 from support.small_networks import batch, condition, small
 from torch.testing import assert_close
@@ -62,6 +64,16 @@ def test_attention_is_its_formula():
     heads = (q @ k.transpose(2, 3) / 4).softmax(-1) @ v
     expected = attention.proj(heads.transpose(1, 2).reshape(2, 16, 32))
     assert_close(attention(x, cos_sin, None), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_attention_in_bfloat16_copies_only_what_is_rotated_in_float32():
+    """Queries and keys, to float32 and back; copies of norms are counted in `test_layers`."""
+    attention = small("jit").blocks[0].attn.bfloat16()
+    attention.q_norm = attention.k_norm = torch.nn.Identity()
+    cos_sin = rope_cos_sin(4, 16, num_extra=0).float()
+    attend = partial(attention, cos_sin=cos_sin, mask=None)
+    for counts in forward_and_backward(attend, torch.randn(2, 16, 32).bfloat16()):
+        assert (counts["_to_copy"], counts["clone"]) == (4, 0)
 
 
 def test_the_mlp_is_gated_and_has_the_parameters_of_one_that_is_not():

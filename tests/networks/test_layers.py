@@ -1,11 +1,14 @@
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.dispatched import CountOperations, forward_and_backward
 from support.golden import Z
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 
 from lit_diffusion.networks.layers import (
@@ -106,6 +109,22 @@ def test_norms_on_a_gpu_compute_in_float32_and_round_once(norm):
         assert (value.double() - right).norm() < 5e-3 * right.norm()
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [LayerNorm32, RMSNorm32])
+def test_norms_of_bfloat16_on_a_gpu_copy_only_weights_of_another_dtype(kind, weights):
+    with FakeTensorMode(), torch.device("cuda"):
+        norm = kind(16, dtype=weights)
+        x = torch.empty(2, 4, 16, dtype=torch.bfloat16, requires_grad=True)
+        with CountOperations() as forward:
+            y = norm(x)
+        with CountOperations() as backward:  # by hand, as torch's engine needs the device
+            y.grad_fn(torch.empty_like(y), *[None] * (kind is RMSNorm32))  # of its statistics
+    num_rounded = len(list(norm.parameters())) if weights == torch.float32 else 0
+    assert (forward.counts["_to_copy"], forward.counts["clone"]) == (num_rounded, 0)
+    assert (backward.counts["_to_copy"], backward.counts["clone"]) == (0, 0)
+    assert y.grad_fn.next_functions[0][0].variable is x
+
+
 # Attention
 
 
@@ -123,6 +142,14 @@ def test_attention_reads_features_in_the_order_it_names(split_heads_first):
     actual = self_attention(torch.cat(features, dim=2), 3, split_heads_first=split_heads_first)
     expected = torch.cat([attention_of_one_head(*head) for head in heads], dim=2)
     assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("split_heads_first", [True, False])
+def test_attention_copies_only_the_gradients_of_q_k_and_v_into_one_tensor(split_heads_first):
+    qkv = torch.randn(2, 7, 3 * 16).bfloat16()
+    attention = partial(self_attention, num_heads=2, split_heads_first=split_heads_first)
+    for counts, num_stacked in zip(forward_and_backward(attention, qkv), (0, 1), strict=True):
+        assert (counts["_to_copy"], counts["clone"], counts["stack"]) == (0, 0, num_stacked)
 
 
 def test_softmax_stays_accurate_in_bfloat16():
