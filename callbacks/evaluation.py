@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from lit_diffusion.callbacks.trainer_state import (
     confirm_updates,
     eval_mode,
-    find_dtensor,
     isinstance_lightning,
     output_folder,
     stepped_batches,
@@ -71,7 +70,8 @@ def refuse_other_run(
 class PeriodicEvaluation(Callback, ABC):
     """Base of callbacks that measure after every validation of a fit, or every n optimizer steps.
 
-    A resumed run measures at the same steps as an uninterrupted one.
+    A resumed run measures at the same steps as an uninterrupted one. All ranks must call the
+    network equally often, as weights that are split over ranks are gathered in each call.
 
     Args:
         every_n_steps: optimizer steps between measurements, >= 1; None measures after every
@@ -109,7 +109,7 @@ class PeriodicEvaluation(Callback, ABC):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a fit in which this callback would never run, and weights split over ranks."""
+        """Refuse a fit in which this callback would never run."""
         name = type(self).__name__
         if self.every_n_steps is None and not trainer.enable_validation:
             raise ValueError(
@@ -123,12 +123,6 @@ class PeriodicEvaluation(Callback, ABC):
                     f" and {name}(every_n_steps={self.every_n_steps}) does not measure then; leave "
                     f"every_n_steps out of {name} and set the Trainer's val_check_interval."
                 )
-        if split := find_dtensor(dict(pl_module.named_parameters())):
-            raise ValueError(
-                f"{name} has every rank compute samples of its own, which needs whole weights, and "
-                f"{split!r} is split over ranks; leave {name} out, and look at checkpoints in "
-                "another process (`lit-diffusion sample`, `lit-diffusion evaluate`)."
-            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count optimizer steps from here, also in a resumed run."""

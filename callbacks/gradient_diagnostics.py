@@ -16,7 +16,7 @@ from lit_diffusion.callbacks.evaluation import (
     read_fixed_images,
     require_noise_levels,
 )
-from lit_diffusion.callbacks.trainer_state import eval_mode
+from lit_diffusion.callbacks.trainer_state import eval_mode, find_dtensor
 from lit_diffusion.metrics.images import BatchKey
 from lit_diffusion.protocols import Condition, by_part
 
@@ -107,6 +107,15 @@ class GradientDiagnostics(PeriodicEvaluation):
         super().setup(trainer, pl_module, stage)
         self._fixed = None  # the data may have changed since the last run
         require_noise_levels(pl_module, "GradientDiagnostics")
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse weights whose gradients no rank has whole."""
+        if split := find_dtensor(dict(pl_module.named_parameters())):
+            raise ValueError(
+                "GradientDiagnostics compares whole gradients, and the weight "
+                f"{split!r} is split over ranks; leave GradientDiagnostics out."
+            )
+        super().on_fit_start(trainer, pl_module)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer

@@ -18,9 +18,9 @@ from typing import IO, Any, NamedTuple
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint import load as load_parts
-from torch.distributed.checkpoint import save as save_parts
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -34,6 +34,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.checkpoints.reading import is_count, read_checkpoint, strip_compile_prefix

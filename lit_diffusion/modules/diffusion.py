@@ -9,7 +9,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRScheduler
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lit_diffusion.callbacks.trainer_state import (
     eval_mode,
     is_built_from_config,
     loss_scale,
+    refuse_strategy,
     should_log,
     total_steps,
 )
@@ -205,9 +206,11 @@ class DiffusionModule(LightningModule):
 
         Raises:
             ValueError: if weights outside of the network are trained, or the strategy has tensor
-                parallelism.
+                parallelism or is FSDPStrategy.
         """
         trainer = attached_trainer(self)
+        if trainer is not None and isinstance(trainer.strategy, FSDPStrategy):
+            refuse_strategy(trainer, type(self).__name__)
         if trainer is None or not isinstance(trainer.strategy, ModelParallelStrategy):
             return
         others = [name for name, p in self.named_parameters() if p.requires_grad]

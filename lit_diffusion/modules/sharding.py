@@ -32,16 +32,24 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
     float32.
 
     Args:
-        network: has the same weights on all ranks; does nothing if it is split already.
+        network: has the same weights on all ranks; does nothing if it is split so already.
         mesh: one-dimensional, of all ranks that split the data.
         precision: that of the Trainer.
 
     Raises:
-        ValueError: for another precision, or a network without `block_names`.
+        ValueError: for another precision, a network without `block_names`, or one that is split
+            over another mesh or for another precision.
 
     Source: Zhao et al. 2023 (arXiv 2304.11277).
     """
     if isinstance(network, FSDPModule):
+        before = vars(network)["split_for"]
+        if before != (mesh, precision):
+            raise ValueError(
+                f"an earlier Trainer has split the network over {before[0].size()} ranks in "
+                f"{before[1]}, so it cannot be split over {mesh.size()} in {precision}; build it "
+                "again, and load its weights from a checkpoint."
+            )
         return
     if precision not in _GATHERED:
         names = ", ".join(_GATHERED)
@@ -58,6 +66,7 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
     )
     for part in (*blocks, network):
         fully_shard(part, mesh=mesh, mp_policy=policy)
+    vars(network)["split_for"] = mesh, precision
 
 
 class StepCost(NamedTuple):

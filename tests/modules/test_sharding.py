@@ -7,22 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.plain_module import assert_same_bits
+from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from support.plain_module import assert_same_bits, make_trainer
 from support.small_digits import small_digits
 from support.spawn import rank_and_size, run_ranks, spawn
-from support.tiny_diffusion import tiny_diffusion
+from support.tiny_diffusion import images, tiny_diffusion
 from support.tiny_run import spec, write_config
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Subset
 
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.cli.main import main
 from lit_diffusion.files import remove
-from lit_diffusion.modules.sharding import measure_step, network_blocks
+from lit_diffusion.modules.sharding import measure_step, network_blocks, shard_network
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.uvit import UViT
+from lit_diffusion.seeding import seed_step
 
 SIZES = {"image_size": 8, "in_channels": 1, "out_channels": 1, "patch_size": 2}
 SIZES |= {"width": 32, "depth": 2, "num_heads": 2, "num_classes": 10}
@@ -60,15 +65,23 @@ def checkpoint(folder):
 def test_a_fit_with_split_weights_has_the_losses_and_the_files_of_ddp(tmp_path):
     """Also where it goes on from a checkpoint of the other; two ranks sum without rounding."""
     whole, split, resumed = tmp_path / "whole", tmp_path / "split", tmp_path / "resumed"
-    spawn(fit, 2, whole, 4, None)
-    spawn(fit, 2, split, 4, "folder")
-    spawn(fit, 2, resumed, 2, None)
-    spawn(fit, 2, resumed, 4, "file", "--ckpt_path=last")
+    # The second rank generates 8 and 7 images, and the first two times 8.
+    fid = spec("FIDEvaluation", num_samples=31, extractor="digits-cnn", batch_size=8)
+    samples = [f"--trainer.callbacks+={json.dumps(s)}" for s in (fid, spec("SampleGrid", num=3))]
+    spawn(fit, 2, whole, 4, None, *samples)
+    spawn(fit, 2, split, 4, "folder", *samples)
+    spawn(fit, 2, resumed, 2, None, *samples)
+    spawn(fit, 2, resumed, 4, "file", *samples, "--ckpt_path=last")
     for folder in (split, resumed):
         assert read_rows(folder / "metrics.csv") == read_rows(whole / "metrics.csv")
         for key in ("state_dict", "callbacks", "optimizer_states", "lr_schedulers", "loops"):
             assert_same_bits(checkpoint(folder)[key], checkpoint(whole)[key])
+        for picture in (whole / "samples").iterdir():
+            assert (folder / "samples" / picture.name).read_bytes() == picture.read_bytes()
         assert main(["sample", "--checkpoint", str(folder), "--num=1", f"--out={folder}/out"]) == 0
+    assert any(
+        name.startswith("val/fid") for row in read_rows(whole / "metrics.csv") for name in row
+    )
 
 
 AVERAGES = {
@@ -141,6 +154,59 @@ def test_what_ranks_would_not_share_is_refused(tmp_path, tensor_parallel_size, l
     ranks = run_ranks(refuse, 2, tmp_path / "run", tensor_parallel_size, loss)
     assert [message in rank.output for rank in ranks] == [True, True], ranks[0].output
     tiny_diffusion().configure_model()  # without a Trainer, as in `load_from_checkpoint`
+
+
+def test_fsdp_of_torch_1_is_refused_for_model_parallel_strategy(tmp_path):
+    module = tiny_diffusion()
+    module.trainer = make_trainer(tmp_path)
+    module.trainer._accelerator_connector.strategy = FSDPStrategy()
+    with pytest.raises(ValueError, match=r"does not support FSDPStrategy.*ModelParallelStrategy"):
+        module.configure_model()
+
+
+def losses_on_a_rank(folder):
+    losses, record = [], Callback()
+
+    def on_train_batch_end(trainer, module, outputs, *_):
+        losses.append(outputs["per_sample_loss"].mean().item())
+
+    record.on_train_batch_end = on_train_batch_end
+    rank, ranks = rank_and_size()
+    strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    options = {"devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
+    data = images(96, 6).dataset
+    loader = DataLoader(Subset(data, range(rank, len(data), ranks)), batch_size=6)
+    seed_everything(0)
+    module = tiny_diffusion(network=DiT(**SIZES), num_classes=10)
+    make_trainer(folder, record, **options).fit(module, loader)
+    return losses
+
+
+@pytest.mark.slow
+def test_four_ranks_have_the_losses_of_one_process_with_the_same_batches(tmp_path):
+    losses = spawn(losses_on_a_rank, 4, tmp_path)
+    seed_everything(0)
+    module, data = tiny_diffusion(network=DiT(**SIZES), num_classes=10), images(96, 6).dataset
+    optimizer, module._log_training = module.configure_optimizers(), lambda *_: None
+    for step in range(4):
+        optimizer.zero_grad()
+        for rank in range(4):
+            seed_step(0, rank, step, step)
+            batch = data[24 * step + rank : 24 * (step + 1) : 4]
+            loss = module.training_step(batch, step)["loss"]
+            (loss / 4).backward()
+            assert losses[rank][step] == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.step()
+
+
+def test_a_network_that_is_split_already_is_not_split_otherwise(one_rank):
+    network, mesh = DiT(**SIZES), init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+    for _ in range(2):
+        shard_network(network, mesh, "32-true")
+    other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
+    for settings in ((mesh, "bf16-mixed"), (other, "32-true")):
+        with pytest.raises(ValueError, match="split the network over 1 ranks in 32-true"):
+            shard_network(network, *settings)
 
 
 @pytest.mark.parametrize("network", [DiT, JiT, UViT])
