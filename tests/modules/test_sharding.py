@@ -65,9 +65,13 @@ def checkpoint(folder):
 def test_a_fit_with_split_weights_has_the_losses_and_the_files_of_ddp(tmp_path):
     """Also where it goes on from a checkpoint of the other; two ranks sum without rounding."""
     whole, split, resumed = tmp_path / "whole", tmp_path / "split", tmp_path / "resumed"
-    # The second rank generates 8 and 7 images, and the first two times 8.
-    fid = spec("FIDEvaluation", num_samples=31, extractor="digits-cnn", batch_size=8)
-    samples = [f"--trainer.callbacks+={json.dumps(s)}" for s in (fid, spec("SampleGrid", num=3))]
+    # The first rank has 9 images in two batches; the second has 8, and takes part in the other.
+    measures = [
+        spec("FIDEvaluation", num_samples=17, extractor="digits-cnn", batch_size=8),
+        spec("SampleGrid", num=3),
+        spec("NoiseLevelLoss", num_levels=2, num_images=4),
+    ]
+    samples = [f"--trainer.callbacks+={json.dumps(each)}" for each in measures]
     spawn(fit, 2, whole, 4, None, *samples)
     spawn(fit, 2, split, 4, "folder", *samples)
     spawn(fit, 2, resumed, 2, None, *samples)
