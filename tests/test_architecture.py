@@ -256,9 +256,9 @@ def test_every_package_is_installed():
     }
 
 
-def test_importing_the_package_or_its_command_line_imports_no_heavy_library():
+def test_importing_the_package_its_callbacks_or_its_command_line_imports_no_heavy_library():
     code = (
-        "import sys, lit_diffusion, lit_diffusion.cli.main;"
+        "import sys, lit_diffusion, lit_diffusion.callbacks, lit_diffusion.cli.main;"
         "print({'torch', 'lightning', 'torchvision', 'jsonargparse'} & set(sys.modules))"
     )
     printed = subprocess.run(

@@ -11,6 +11,7 @@ from lit_diffusion.cli.options import (
     add_data,
     add_sampling,
     check_exists,
+    import_heavy,
     integer,
     numbers,
     parse_sampling,
@@ -78,7 +79,8 @@ def run(argv: Sequence[str]) -> None:
         raise ValueError("give --checkpoint C, --images DIR, or both.")
     check_exists("run folder or checkpoint", args.checkpoint)
     check_exists("config", *(args.data or ()))
-    from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
+    with import_heavy():
+        from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
 
     names = ("images", "num", "out", "reference", "data", "extractor")
     options = EvaluationOptions(sampling_options(args), **{n: getattr(args, n) for n in names})

@@ -11,6 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from lit_diffusion.cli.options import import_heavy
 from lit_diffusion.cli.run_folder import Request, read_command_line, read_config, refuse_mixing
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.files import check_regular
@@ -103,7 +104,8 @@ def run(argv: Sequence[str]) -> None:
     request = read_command_line([command, *options])
     if not any(re.match(r"--(print_config|help$|\S+\.help)", option) for option in options):
         _refuse_incomplete(request)
-    from lit_diffusion.cli.fitting import run_request
+    with import_heavy():
+        from lit_diffusion.cli.fitting import run_request
 
     run_request(request)
 

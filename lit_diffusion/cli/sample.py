@@ -8,6 +8,7 @@ from lit_diffusion.cli.options import (
     add_data,
     add_sampling,
     check_exists,
+    import_heavy,
     integer,
     integers,
     parse_sampling,
@@ -79,14 +80,16 @@ def run(argv: Sequence[str]) -> None:
     check_exists("run folder or checkpoint", args.checkpoint)
     check_exists("image or folder", args.init, args.mask)
     check_exists("config", *(args.data or ()))
-    from lit_diffusion.cli.generator import load_generator
-    from lit_diffusion.cli.sampling import image_folder, unfinished_record, write_samples
-    from lit_diffusion.cli.solver_comparison import ComparisonOptions, compare_solvers
+    with import_heavy():
+        from lit_diffusion.cli.generator import load_generator
+        from lit_diffusion.cli.sampling import image_folder, unfinished_record, write_samples
 
     folder = image_folder(args.out)
     try:
         with raise_on_signals():
             if args.compare is not None:
+                from lit_diffusion.cli.solver_comparison import ComparisonOptions, compare_solvers
+
                 comparison = ComparisonOptions(
                     args.compare, args.compare_steps, args.num, args.reference, args.data
                 )

@@ -77,6 +77,29 @@ def test_help_and_mistakes_of_the_command_line_import_neither_torch_nor_lightnin
         assert message in line
 
 
+@pytest.mark.slow
+def test_sample_imports_what_it_needs_and_no_garbage_is_collected_meanwhile(tmp_path):
+    (tmp_path / "damaged.ckpt").touch()
+    script = """if True:
+        import gc, sys
+        from lit_diffusion.cli.main import main
+        collections = []
+        gc.callbacks.append(lambda phase, info: collections.append(phase))
+        assert main(["sample", "--checkpoint", "damaged.ckpt", "--out", "out"]) == 2
+        assert "lightning" in sys.modules
+        unneeded = {"diffusers", "sklearn", "tensorboard", "lit_diffusion.cli.fitting"}
+        unneeded |= {"lit_diffusion.cli.solver_comparison", "lit_diffusion.cli.evaluating"}
+        assert not unneeded & set(sys.modules), unneeded & set(sys.modules)
+        assert len(collections) < 100, len(collections)  # 2,000 if they are not put off
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > 100_000
+        """
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from itertools import takewhile
 
-from lit_diffusion.cli.options import Parser
+from lit_diffusion.cli.options import Parser, import_heavy
 
 _DESCRIPTION = """Report what would go wrong with a long run, before it is started.
 
@@ -35,7 +35,8 @@ def run(argv: Sequence[str]) -> None:
     ranks = [os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")]
     if any(rank != "0" for rank in ranks):
         return  # only the first of several processes reports
-    from lit_diffusion.cli.doctor.checks import Level, examine, report
+    with import_heavy():
+        from lit_diffusion.cli.doctor.checks import Level, examine, report
 
     logging.disable(logging.WARNING)  # fit shows these messages again
     try:
