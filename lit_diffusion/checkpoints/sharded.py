@@ -84,7 +84,7 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
         """Load weights and optimizer state. Each rank reads its parts of a folder."""
         path = Path(self.broadcast(checkpoint_path))
         if not is_checkpoint_folder(path):
-            return super().load_checkpoint(path, weights_only)
+            return super().load_checkpoint(path, weights_only=True)
         assert self.model is not None
         assert self.lightning_module is not None
         parameters = strip_compile_prefix(dict(self.model.named_parameters()))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_diffusion.callbacks.trainer_state import loaded_checkpoint
@@ -59,14 +60,29 @@ class ApplyChangedHyperparameters(Callback):
         self._reschedule = "lr" in self._arguments or any("scheduler" in name for name in changed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copy the changed options of the new optimizers into the loaded checkpoint.
+        """Apply the changes to the loaded checkpoint, unless the strategy loads it after this."""
+        if checkpoint := loaded_checkpoint(trainer):
+            self._apply(trainer, checkpoint)
+        self._new_groups = [_copy_groups(optimizer) for optimizer in trainer.optimizers]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Apply the changes to optimizers that the strategy has loaded, as with split weights."""
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            return
+        loaded = [_copy_groups(optimizer) for optimizer in trainer.optimizers]
+        _update_groups(trainer, self._new_groups)
+        checkpoint["optimizer_states"] = [{"param_groups": groups} for groups in loaded]
+        self._apply(trainer, checkpoint)
+        _update_groups(trainer, loaded)
+
+    def _apply(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Copy the changed options of the new optimizers into the checkpoint.
 
         Raises:
             ValueError: if the state of an lr scheduler is damaged, or the optimizer is another.
         """
-        checkpoint = loaded_checkpoint(trainer)
-        if not checkpoint:
-            return
         schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
         for scheduler, state in zip(schedulers, checkpoint["lr_schedulers"], strict=False):
             is_known = type(scheduler).__module__.startswith(("torch.", "lit_diffusion."))
@@ -91,6 +107,20 @@ class ApplyChangedHyperparameters(Callback):
         ):
             for new, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update({key: new[key] for key in keys & new.keys()})
+
+
+def _copy_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group."""
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _update_groups(trainer: Trainer, groups: list[list[dict[str, Any]]]) -> None:
+    for optimizer, options in zip(trainer.optimizers, groups, strict=True):
+        for group, values in zip(optimizer.param_groups, options, strict=True):
+            group.update(values)
 
 
 def _find_damage(saved: Any, new: Any, name: str = "state") -> str | None:

@@ -109,11 +109,14 @@ def test_ranks_resume_from_a_folder_of_other_ranks_as_from_a_file(tmp_path, befo
         shutil.copytree(folder, tmp_path / "whole")
         runs[tmp_path / "whole"] = None
     for run, split in runs.items():
-        spawn(fit, after, run, 3, split, *options, "--ckpt_path=last")
+        changed = ("--ckpt_path=last", "--model.optimizer.lr=0.004")
+        spawn(fit, after, run, 3, split, *options, *changed)
         for key in ("state_dict", "callbacks", "optimizer_states", "loops"):
             assert_same_bits(checkpoint(run)[key], checkpoint(folder)[key])
         assert read_rows(run / "metrics.csv") == read_rows(folder / "metrics.csv")
         assert os.listdir(run / "checkpoints") == ["last.ckpt"]
+        (state,) = checkpoint(run)["optimizer_states"]
+        assert state["param_groups"][0]["lr"] == pytest.approx(0.004)  # warmed up
     assert (folder / "checkpoints" / "last.ckpt").is_dir()
     assert (file / "checkpoints" / "last.ckpt").is_file()
 
