@@ -134,7 +134,7 @@ def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkey
     assert read_arms([str(table)]) == arms_of(select(runs))
 
 
-@pytest.mark.parametrize("name", ["performance", "performance-before"])
+@pytest.mark.parametrize("name", ["performance", "performance-2", "performance-before"])
 def test_the_tables_of_speed_are_of_the_rows_beside_them(name):
     rows = RESULTS / f"{name}.jsonl"
     command = [sys.executable, ROOT / "tests/benchmarks/gpu/table.py", rows]
