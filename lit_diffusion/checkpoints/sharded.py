@@ -298,7 +298,6 @@ def _read_metadata(folder: Path) -> Metadata:
     for name, entry in state["state_dict_metadata"].items():
         dtype = entry.state["properties"].state[0]
         size, chunks = _shape(entry.state["size"]), []
-        _require(type(name) is str and isinstance(dtype, torch.dtype), "tensors by name")
         for chunk in entry.state["chunks"]:
             offsets, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
             limits = zip(offsets, sizes, size, strict=True)

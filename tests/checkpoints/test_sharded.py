@@ -158,6 +158,17 @@ def test_a_hostile_list_of_parts_is_refused_in_one_line(folder, change, message,
     assert not Path("executed").exists()
 
 
+def test_a_tensor_that_is_larger_than_its_file_is_refused_before_it_is_allocated(folder):
+    rewrite(folder, enlarge)
+    checkpoint = torch.load(folder / "meta.pt", weights_only=True)
+    weights = checkpoint["state_dict"]
+    weights["network.layers.0.weight"] = torch.empty(2**40, 2, device="meta")
+    torch.save(checkpoint, folder / "meta.pt")
+    for shapes_only in (False, True):
+        with pytest.raises(ValueError, match=r"damaged .*parts with all their data"):
+            read_checkpoint(folder, shapes_only=shapes_only)
+
+
 def test_an_attribute_of_a_class_cannot_be_set_by_a_list_of_parts(folder):
     """Pickle sets attributes of whatever is on its stack, by a pair of dicts."""
     for name in (b"torch.distributed.checkpoint.metadata\nMetadata", b"torch\nSize"):
