@@ -20,7 +20,7 @@ from lit_diffusion.callbacks.trainer_state import (
     is_ending,
     validation_follows,
 )
-from lit_diffusion.files import is_checkpoint
+from lit_diffusion.files import is_checkpoint, path_after_replace
 from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, SignalRecorder, print_error
 
 
@@ -81,8 +81,8 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
     def checkpoint_of_requeue(self) -> Path | None:
         """The checkpoint to resume from if this is a requeue of the SLURM job that saved it."""
-        requeued = is_requeue_of(self.path.parent) and is_checkpoint(self.path)
-        return self.path if requeued else None
+        path = path_after_replace(self.path)
+        return path if is_requeue_of(path.parent) and is_checkpoint(path) else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start recording signals, and move this callback to the end of the list."""

@@ -101,8 +101,11 @@ def replace(source: Path, target: Path) -> None:
 
     No file system replaces a folder in one operation. So it is set aside under another name, which
     `path_after_replace` returns if the process is killed before the second operation.
+
+    Raises:
+        OSError: if another folder is there, which is not changed.
     """
-    if is_checkpoint_folder(target) or (source.is_dir() and target.exists()):
+    if is_checkpoint_folder(target) or (source.is_dir() and target.is_file()):
         remove(_set_aside(target))
         os.rename(target, _set_aside(target))
     os.replace(source, target)
@@ -112,7 +115,7 @@ def replace(source: Path, target: Path) -> None:
 
 def path_after_replace(path: Path) -> Path:
     """`path`, or what `replace` has set aside if it was killed before it could rename the new."""
-    return path if path.exists() or not _set_aside(path).exists() else _set_aside(path)
+    return path if path.exists() or not is_checkpoint(_set_aside(path)) else _set_aside(path)
 
 
 def _set_aside(path: Path) -> Path:
@@ -122,6 +125,7 @@ def _set_aside(path: Path) -> Path:
 def remove(path: Path) -> None:
     """Delete a file, or a folder with its content, if there is one."""
     if path.is_dir() and not path.is_symlink():
+        (path / ".metadata").unlink(missing_ok=True)  # what a kill leaves is no checkpoint
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

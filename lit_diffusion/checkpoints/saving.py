@@ -19,7 +19,7 @@ from lit_diffusion.checkpoints.reading import (
     is_plain,
     read_checkpoint,
 )
-from lit_diffusion.files import atomic_write, is_checkpoint_folder, replace
+from lit_diffusion.files import atomic_write, is_checkpoint, is_checkpoint_folder, replace
 from lit_diffusion.signals import defer_signals
 
 
@@ -123,7 +123,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        intact = "; the checkpoint saved there before is intact" if path.exists() else ""
+        intact = "; the checkpoint saved there before is intact" if is_checkpoint(path) else ""
         free = shutil.disk_usage(path.parent).free / 2**20
         raise OSError(
             f"{path} could not be written, with {free:.0f} MiB free there: "

@@ -6,6 +6,7 @@ checkpoint, such as "state_dict.network.final.weight". `.metadata` lists them. I
 is read without running any code in it, and checked.
 """
 
+import errno
 import io
 import math
 import pickle
@@ -117,6 +118,8 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def prepare() -> None:
+        if path.is_dir() and not is_checkpoint_folder(path):
+            raise IsADirectoryError(errno.EISDIR, "a folder is there that is no checkpoint")
         remove(part)
         part.mkdir(parents=True)
 
@@ -267,8 +270,11 @@ class _Record:
         self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler of a `.metadata` that runs no code that the file could choose."""
+class _Unpickler(pickle._Unpickler):
+    """Unpickler of a `.metadata` that runs no code that the file could choose.
+
+    It is the one in Python, as that in C allocates as many slots for objects as a file asks for.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         """A dtype, `torch.Size`, or a `_Record`."""

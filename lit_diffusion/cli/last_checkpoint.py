@@ -24,7 +24,7 @@ from lit_diffusion.callbacks.trainer_state import (
     validation_follows,
 )
 from lit_diffusion.cli.run_folder import FIRST_SAVE
-from lit_diffusion.files import path_after_replace, remove, replace
+from lit_diffusion.files import is_checkpoint, path_after_replace, remove, replace
 
 
 class LastCheckpoint(AccumulationTracker, Checkpoint):
@@ -132,6 +132,8 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             return
         if (latest := path_after_replace(self.path)) != self.path:
             os.rename(latest, self.path)
+        if not is_checkpoint(self._previous_path):  # a kill may have left half a folder
+            remove(self._previous_path)
         for leftover in self.path.parent.glob(".*last.ckpt.*"):
             remove(leftover)
 

@@ -81,7 +81,7 @@ def skip_empty_hooks(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
         for name in _STEP_HOOKS:
             if getattr(getattr(callback, name), "__func__", None) is getattr(Callback, name):
-                setattr(callback, name, None)
+                vars(callback)[name] = None  # also of a frozen dataclass
 
 
 class EndPredictions(Callback):

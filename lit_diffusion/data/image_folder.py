@@ -165,8 +165,9 @@ def _leads_back(path: str) -> bool:
     """Whether a folder is a link to one that it is in."""
     if not os.path.islink(path):
         return False
-    parent, target = os.path.realpath(os.path.dirname(path)), os.path.realpath(path)
-    return os.path.join(parent, "").startswith(os.path.join(target, ""))
+    parents = [os.path.join(os.path.realpath(parent), "") for parent in Path(path).parents]
+    target = os.path.join(os.path.realpath(path), "")
+    return any(parent.startswith(target) for parent in parents)  # other links may be among them
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import tracemalloc
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from lit_diffusion.checkpoints.reading import read_checkpoint, read_step
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.checkpoints.sharded import write_folder
 from lit_diffusion.cli.main import main
-from lit_diffusion.files import path_after_replace
+from lit_diffusion.files import path_after_replace, replace
 
 
 @pytest.fixture
@@ -85,6 +86,17 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(split, tmp_path, monkeypat
     write_checkpoint(checkpoint_of(split), path)
     assert os.listdir(tmp_path) == ["last.ckpt"]
     assert path.is_file()
+
+
+def test_a_folder_of_other_files_is_not_replaced(split, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.txt").write_text("of weeks")
+    with pytest.raises(OSError, match=r"run could not be written.*: a folder .* no checkpoint\.$"):
+        write_folder(checkpoint_of(split), tmp_path / "run")
+    (tmp_path / "part").mkdir()
+    with pytest.raises(OSError, match="not empty"):
+        replace(tmp_path / "part", tmp_path / "run")
+    assert os.listdir(tmp_path / "run") == ["results.txt"]
 
 
 def rewrite(folder, change):
@@ -175,6 +187,17 @@ def test_an_attribute_of_a_class_cannot_be_set_by_a_list_of_parts(folder):
         (folder / ".metadata").write_bytes(b"c" + name + b"\n(}}X\x01\x00\x00\x00xK\x01stb.")
         with pytest.raises(ValueError, match="damaged"):
             read_checkpoint(folder)
+
+
+def test_a_list_of_parts_takes_no_more_memory_than_it_has_objects(folder):
+    """Pickle numbers objects for later use, and 9 bytes can ask for 4 billion numbers."""
+    (folder / ".metadata").write_bytes(b"\x80\x04Nr\x00\x00\x00\x01.")  # number 2^24
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="damaged"):
+        read_checkpoint(folder)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
 
 
 @pytest.mark.parametrize("change", ["flip", "cut", "delete"])

@@ -1,5 +1,6 @@
 import math
 import os
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from support.tiny_run import TinyModule, TinyNet
 from lit_diffusion.callbacks import FiniteUpdates, finite_updates
 from lit_diffusion.cli import last_checkpoint
 from lit_diffusion.cli.run_folder import read_command_line
-from lit_diffusion.files import atomic_write_text, replace
+from lit_diffusion.files import atomic_write_text, remove, replace
 
 
 class Death(Exception):
@@ -231,6 +232,26 @@ def test_the_save_before_an_unproven_one_outlives_the_process(tmp_path, write, n
         Saves(tmp_path).on_exception(trainer, None, FloatingPointError())
     assert (saver.path / name).read_text() == "proven"
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_half_a_folder_never_takes_the_place_of_a_whole_one(tmp_path, monkeypatch):
+    """A kill may come while the files of before-last.ckpt are deleted."""
+    saver = Saves(tmp_path, first=1)
+    write_parts(saver.path, "whole")
+    saver._link_previous()
+
+    def kill(folder):
+        (folder / "meta.pt").unlink()
+        raise Death
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", kill)
+        with pytest.raises(Death):
+            remove(tmp_path / "before-last.ckpt")
+    assert (tmp_path / "before-last.ckpt").is_dir()
+    saver.on_exception(SimpleNamespace(is_global_zero=True), None, FloatingPointError())
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert (saver.path / "meta.pt").read_text() == "whole"
 
 
 def test_a_folder_that_a_kill_has_left_aside_is_the_last_one_again(tmp_path):

@@ -1,7 +1,9 @@
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, TQDMProgressBar
 from support.commands import call
 from support.tiny_run import spec, tiny_config, write_config
@@ -42,6 +44,15 @@ def test_hooks_of_a_step_are_kept_where_a_callback_has_them():
     assert (hooks.on_after_backward, hooks.on_train_batch_end) == (print, None)
     assert (callable(saver.on_train_batch_start), saver.on_after_backward) == (True, None)
     assert callable(hooks.on_train_start)
+
+
+def test_hooks_of_a_callback_that_refuses_changes_are_skipped_too():
+    @dataclass(frozen=True)
+    class Frozen(Callback):
+        text: str
+
+    skip_empty_hooks([callback := Frozen("x")])
+    assert callback.on_after_backward is None
 
 
 def test_what_a_config_names_is_not_added():

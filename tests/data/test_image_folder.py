@@ -144,6 +144,7 @@ def test_links_are_followed_unless_they_lead_back(root, tmp_path):
     save(tmp_path / "elsewhere" / "0.png")
     for name, target in {"up": root, "here": ".", "top": "/", "other": "../../elsewhere"}.items():
         (root / "a" / name).symlink_to(target)
+    (tmp_path / "elsewhere" / "back").symlink_to(root / "a")
     names = [os.fsdecode(name) for name in list_images(root, ("a", "b")).names]
     assert names == [f"a/{i}.png" for i in range(3)] + ["a/other/0.png"] + [
         f"b/{i}.png" for i in range(3)

@@ -224,7 +224,8 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
         # All files of a saver without a limit stay.
         rounds = run.count_rounds(save_interval(saver)) or math.inf
         num += bool(saver.save_last) + (rounds if saver.save_top_k < 0 else saver.save_top_k)
-    needed = num * checkpoint - sum(f.stat().st_size for f in root.glob("checkpoints/*.ckpt"))
+    files = [f for pattern in ("*.ckpt", "*.ckpt/*") for f in root.glob(f"checkpoints/{pattern}")]
+    needed = num * checkpoint - sum(file.stat().st_size for file in files)
     for ema in emas:
         if every := getattr(ema, "snapshot_every_n_steps", None):
             needed += run.count_rounds(every) * len(ema.decays) * trained
