@@ -203,8 +203,8 @@ class SamplingOptions:
 def import_heavy() -> Iterator[None]:
     """Context for the imports of torch and Lightning: the garbage collector never visits them.
 
-    They create half a million objects, which live until the process ends. Collections among them,
-    in the context and at exit, would be a quarter of the CPU time of `sample --num 1`.
+    They create 600,000 objects, most of which live until the process ends. Collections among them,
+    in the context and at exit, would be a third of the CPU time of `sample --num 1`.
     """
     if "torch" in sys.modules:  # the command was called from Python, whose objects may be garbage
         yield
