@@ -139,6 +139,14 @@ def test_a_learned_variance_compiles_once_for_each_size_of_training_batches(monk
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_gradients_under_autocast_are_as_exact_as_eager_ones(device):
+    """NaN gradients on torch 2.11, reported once at commit 0ce0e2a, were not seen again.
+
+    The cause is not known: by inductor of that version, on a CPU with AVX-512 and without AMX,
+    three small U-Nets (of 0ce0e2a and of the last code before the fused norm, without dropout and
+    learned variance) and their parts alone have finite gradients, one also where malloc fills
+    memory with 0x7f. In 2.11 and 2.14 compiled gradients inside `no_autocast` are computed under
+    the outer autocast, to 0.3% where eager ones are exact to 3e-7, but they are finite.
+    """
     network = smallest("unet", "none").to(device, memory_format=torch.channels_last)
     x = torch.randn(4, 1, 8, 8).to(memory_format=torch.channels_last).to(device)
     noise_label = (torch.rand(4) * 999).to(device)
