@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import torch
@@ -178,8 +178,7 @@ class Alternate(Callback):
             self.resumed = clock()
 
     def row(self, trainer: Trainer) -> dict[str, Any]:
-        center = median if torch.cuda.is_available() else mean  # a step in twenty logs
-        ours, bare = (center(ms[1 : run.blocks]) for ms in (self.trainer_ms, self.bare_ms))
+        ours, bare = (median(ms[1 : run.blocks]) for ms in (self.trainer_ms, self.bare_ms))
         row = {
             "trainer_ms": round(ours, 3),
             "bare_ms": round(bare, 3),
