@@ -51,8 +51,8 @@ def read_checkpoint(
     Raises:
         FileNotFoundError: if there is no file.
         ValueError: if the file is truncated, is not a checkpoint, holds pickled code or only the
-            part of one rank, or if `path` is another folder. The message has the path and the
-            reason.
+            part of one rank, or if `path` is another folder, or one that a save replaces while it
+            is read. The message has the path and the reason.
     """
     path = Path(path)
     is_folder = is_checkpoint_folder(path)
@@ -61,7 +61,7 @@ def read_checkpoint(
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     file = path / "meta.pt" if is_folder else check_regular(path)
-    try:
+    with _explain_read_errors(path):
         checkpoint: Any = {}
         if file.exists():
             check_archive(check_regular(file))
@@ -73,11 +73,6 @@ def read_checkpoint(
             from lit_diffusion.checkpoints import sharded  # slow
 
             checkpoint = sharded.fill(checkpoint, path, shapes_only, parameters)
-    except PermissionError:
-        raise
-    except Exception as error:  # torch raises many types for a broken file
-        # From None: torch advises to run the code in the file, which a traceback would show.
-        raise ValueError(f"{path} {explain_unreadable(error)}") from None
     if is_folder and not is_ours:
         raise ValueError(
             f"{path} is a folder that `lit-diffusion fit` has not written; make a file of it with "
@@ -95,6 +90,30 @@ def read_checkpoint(
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
     return rename_checkpoint(checkpoint)
+
+
+@contextmanager
+def _explain_read_errors(path: Path) -> Iterator[None]:
+    """Context that raises a ValueError with the path and the reason, also if a folder changes."""
+
+    def version() -> tuple[int, int] | None:
+        if not path.is_dir():
+            return None
+        return path.stat().st_ino, path.stat().st_mtime_ns
+
+    before = version()
+    try:
+        yield
+        if version() != before:
+            raise ValueError
+    except PermissionError:
+        raise
+    except Exception as error:  # torch raises many types for a broken file
+        reason = explain_unreadable(error)
+        if version() != before:  # the files that were read may be of two checkpoints
+            reason = "was replaced by a later save while it was read; read it again."
+        # From None: torch advises to run the code in the file, which a traceback would show.
+        raise ValueError(f"{path} {reason}") from None
 
 
 def read_step(path: str | Path) -> int:

@@ -88,6 +88,22 @@ def test_a_kill_at_any_time_leaves_a_whole_checkpoint(split, tmp_path, monkeypat
     assert path.is_file()
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_folder_that_a_run_replaces_meanwhile_is_not_read_half(
+    split, folder, monkeypatch, is_whole
+):
+    """Its parts would be those of the later checkpoint, or of both."""
+
+    def save_before(*args, **options):
+        write_folder(checkpoint_of(split, global_step=8), folder)
+        return load_parts(*args, **options) if is_whole else os.stat(folder / "of the old")
+
+    load_parts = sharded.load_parts
+    monkeypatch.setattr(sharded, "load_parts", save_before)
+    with pytest.raises(ValueError, match=r"last\.ckpt was replaced by a later save"):
+        read_checkpoint(folder)
+
+
 def test_a_folder_of_other_files_is_not_replaced(split, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "results.txt").write_text("of weeks")
