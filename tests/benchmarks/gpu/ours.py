@@ -71,10 +71,12 @@ def compile_network_(network: nn.Module, how: str) -> None:
 class Training:
     """Optimizer and average of a network's weights, which use memory only while they are in use."""
 
-    def __init__(self, network: nn.Module, optimizer: type = torch.optim.Adam) -> None:
+    def __init__(
+        self, network: nn.Module, optimizer: type = torch.optim.Adam, fused: bool | None = None
+    ) -> None:
         self.parameters = [p for p in network.parameters() if p.requires_grad]
         no_decay = {"weight_decay": 0.0} if optimizer is torch.optim.AdamW else {}
-        fused = torch.cuda.is_available()
+        fused = torch.cuda.is_available() if fused is None else fused
         self.optimizer = optimizer(self.parameters, lr=1e-4, fused=fused, **no_decay)
         self.average: list[Tensor] = []
 

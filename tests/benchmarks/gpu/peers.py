@@ -15,8 +15,8 @@ from measure import device
 from torch import Tensor, nn
 
 
-def diffusers_unet(tiny: bool) -> nn.Module:
-    """UNet2DModel of the sizes of configs/cifar10-improved.yaml."""
+def diffusers_unet(tiny: bool, **settings: Any) -> nn.Module:
+    """UNet2DModel of the sizes of configs/cifar10-improved.yaml; settings override arguments."""
     from diffusers import UNet2DModel
 
     torch.manual_seed(0)
@@ -32,7 +32,7 @@ def diffusers_unet(tiny: bool) -> nn.Module:
         up = ("UpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D")
     sizes |= {"down_block_types": down, "up_block_types": up}
     sizes |= {"attention_head_dim": 16 if tiny else 64}
-    return UNet2DModel(**common, **sizes).to(device()).train()
+    return UNet2DModel(**common | sizes | settings).to(device()).train()
 
 
 def diffusers_dit(tiny: bool) -> nn.Module:
@@ -112,6 +112,27 @@ def improved_diffusion_step(images: Tensor, tiny: bool) -> Callable[[], Any]:
     x = images.float() / 127.5 - 1
     x = x.repeat(1, 1, 4, 4) if tiny else x  # its network has four levels
     return lambda: loop.run_step(x, {})
+
+
+def improved_diffusion_loss(
+    images: Tensor, labels: Tensor | None, diffusion: dict[str, Any], **sizes: Any
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """improved-diffusion's network in float32, and its own loss; `diffusion` are its flags."""
+    _import_from("improved")
+    from improved_diffusion.script_util import create_gaussian_diffusion
+    from improved_diffusion.unet import UNetModel
+
+    torch.manual_seed(0)
+    network = UNetModel(in_channels=images.shape[1], **sizes).to(device()).train()
+    process = create_gaussian_diffusion(noise_schedule="cosine", **diffusion)
+    condition = {} if labels is None else {"y": labels}
+
+    def loss() -> Tensor:
+        t = torch.randint(0, process.num_timesteps, (len(images),), device=images.device)
+        x = images.float() / 127.5 - 1
+        return process.training_losses(network, x, t, model_kwargs=condition)["loss"].mean()
+
+    return network, loss
 
 
 def dit_loss(tiny: bool) -> tuple[nn.Module, Callable[[nn.Module, Tensor, Tensor], Tensor]]:

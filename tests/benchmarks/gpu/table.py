@@ -18,7 +18,14 @@ TRAINING = {
     "peak_gib": "GiB",
     "first_step_s": "first step, s",
 }
+CPU_KINDS = ("convolution", "matmul and attention", "norms", "SiLU")
+CPU_KINDS += ("optimizer and average", "rest")
+"""Parts of a step on a CPU."""
+CPU = {"cpu_ms": "ms of CPU time", "ratio": "times ours", "low": "lower quartile"}
+CPU |= {"high": "upper quartile"} | {kind: kind for kind in CPU_KINDS}
 COLUMNS = {
+    "cpu-digits": CPU,
+    "cpu-cifar10": CPU,
     "ceilings": {"device_ms": "ms", "tflops": "TFLOP/s", "gb_per_s": "GB/s"},
     "cifar10": TRAINING,
     "dit": TRAINING,
@@ -53,6 +60,8 @@ COLUMNS = {
     },
 }
 TITLES = {
+    "cpu-digits": "digits U-Net, training step of 64 on a CPU",
+    "cpu-cifar10": "CIFAR-10 U-Net, training step of 4 on a CPU",
     "ceilings": "what the device does",
     "cifar10": "CIFAR-10 U-Net, training step of 128",
     "dit": "DiT-XL/2, training step of 64",
