@@ -134,9 +134,9 @@ def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkey
     assert read_arms([str(table)]) == arms_of(select(runs))
 
 
-@pytest.mark.parametrize("name", ["performance", "performance-2", "performance-before"])
-def test_the_tables_of_speed_are_of_the_rows_beside_them(name):
-    rows = RESULTS / f"{name}.jsonl"
+@pytest.mark.parametrize("suffix", ["", "-2", "-before", "-cpu"])
+def test_the_tables_of_speed_are_of_the_rows_beside_them(suffix):
+    rows = RESULTS / f"performance{suffix}.jsonl"
     command = [sys.executable, ROOT / "tests/benchmarks/gpu/table.py", rows]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     page = (RESULTS / "performance.md").read_text()

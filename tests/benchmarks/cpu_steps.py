@@ -161,7 +161,8 @@ def measure(name: str, options: argparse.Namespace, rows: Rows) -> None:
         alike = [v for k, v in variants.items() if k.startswith("ours") and k.endswith(how)]
         best = min(alike, key=lambda v: median(v.milliseconds))
         turns = zip(variant.milliseconds, best.milliseconds, strict=True)
-        low, ratio, high = quantiles([theirs / fastest for theirs, fastest in turns])
+        ratios = [theirs / fastest for theirs, fastest in turns]
+        low, ratio, high = quantiles(ratios, method="inclusive")
         row = {"cpu_ms": median(variant.milliseconds), "ratio": ratio, "low": low, "high": high}
         row |= variant.kinds(2) if how == "eager" else {}  # compiled code has no operations
         row = {name: float(f"{value:.4g}") for name, value in row.items()}
