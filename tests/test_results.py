@@ -134,11 +134,21 @@ def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkey
     assert read_arms([str(table)]) == arms_of(select(runs))
 
 
-@pytest.mark.parametrize("suffix", ["", "-2", "-before", "-cpu"])
-def test_the_tables_of_speed_are_of_the_rows_beside_them(suffix):
-    rows = RESULTS / f"performance{suffix}.jsonl"
-    command = [sys.executable, ROOT / "tests/benchmarks/gpu/table.py", rows]
+@pytest.mark.parametrize(
+    ("name", "page", "script"),
+    [
+        ("performance", "performance", "gpu/table.py"),
+        ("performance-2", "performance", "gpu/table.py"),
+        ("performance-before", "performance", "gpu/table.py"),
+        ("performance-cpu", "performance", "gpu/table.py"),
+        ("growth", "growth", "growth_table.py"),
+        ("growth-h200", "growth", "growth_table.py"),
+    ],
+)
+def test_the_tables_of_speed_are_of_the_rows_beside_them(name, page, script):
+    rows = RESULTS / f"{name}.jsonl"
+    command = [sys.executable, ROOT / "tests/benchmarks" / script, rows]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    page = (RESULTS / "performance.md").read_text()
-    assert all(text in page for text in output.strip().split("\n\n"))
+    text = (RESULTS / f"{page}.md").read_text()
+    assert all(table in text for table in output.strip().split("\n\n"))
     assert "|---" in output

@@ -9,12 +9,12 @@ from typing import Any
 
 COLUMNS = {
     "gflop": "GFLOP",
-    "attention": "of these attention",
+    "attention": "share of attention",
     "ms": "ms of CPU time",
     "wall_ms": "ms on the wall",
     "kernels": "kernels",
     "mib": "MiB, peak",
-    "state_mib": "MiB of weights, moments and average on a rank",
+    "state_mib": "MiB that a rank holds between steps",
     "collectives": "collectives",
     "collective_mib": "MiB in collectives",
     "list_s": "s to list",
@@ -23,11 +23,11 @@ COLUMNS = {
     "first_batch_s": "s to the first batch",
     "us_per_file": "us a file to list",
     "index_bytes": "bytes a file, index",
-    "growth_mib": "MiB more at the peak",
+    "growth_mib": "MiB that all of it takes at the peak",
     "state_gib": "GiB of weights, gradients, moments, average",
     "arithmetic_ms": "ms of arithmetic",
     "communication_ms": "ms of communication",
-    "alone_ms": "the same if nodes did not share what they receive",
+    "alone_ms": "the same, if each GPU fetches all by its own link",
     "hidden_images_per_s": "images/s, all of it hidden",
     "none_images_per_s": "images/s, none hidden",
     "efficiency": "of linear growth, none hidden",
@@ -86,7 +86,7 @@ def print_tables(path: Path) -> None:
         laws = LAWS.get(section, {})
         if laws:
             slopes = [
-                exponents([(r["x"], r[name]) for r in group]) if name in laws else "-"
+                exponents([(r["x"], r[name]) for r in group if name in r]) if name in laws else "-"
                 for name in columns
             ]
             print(f"| **exponent**: all; last two | {' | '.join(slopes)} |")
