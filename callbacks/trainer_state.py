@@ -400,7 +400,7 @@ def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _has_infinite_norm(values: Sequence[Tensor], order: float) -> Tensor:
-    norms: Sequence[Tensor] = torch._foreach_norm(list(values), order)
+    norms = list(torch._foreach_norm(list(values), order))
     if len({*map(Tensor.get_device, norms)}) > 1:
         norms = [norm.to(norms[0].device) for norm in norms]
     # x * 0 is NaN if x is infinite or NaN: a third of the operations of isfinite().
