@@ -318,7 +318,7 @@ def saves_split_tensors(module: pl.LightningModule | None) -> bool:
 
     Lightning's own strategies do not. Others set the attribute `saves_split_tensors`.
     """
-    trainer = None if module is None else attached_trainer(module)
+    trainer = getattr(module, "_trainer", None)
     return trainer is not None and getattr(trainer.strategy, "saves_split_tensors", False)
 
 

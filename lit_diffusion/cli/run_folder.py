@@ -166,10 +166,10 @@ def read_config(config: str | Path) -> Any:
         return {}
     if not isinstance(settings, dict):
         raise ValueError(f"{config} must hold settings such as 'model: ...', got {settings!r:.50}.")
+    _refuse_files(settings, Path(config))
     if not isinstance(settings.get("trainer") or {}, dict):  # which jsonargparse would ignore
         got = f"got {settings['trainer']!r:.50}."
         raise ValueError(f"{config}: trainer must be settings such as 'max_steps: 1000', {got}")
-    _refuse_files(settings, Path(config))
     if not _is_run_config(config):
         return settings
     root = str(_last_value([settings], "trainer", "default_root_dir"))
