@@ -239,12 +239,12 @@ def test_an_unscored_run_has_the_extractor_of_its_config(run):
 
     assert configure("digits-cnn") == "digits-cnn"
     assert configure(spec("EmbeddedCNN", name="patches-cnn")) == "patches-cnn"
-    own = "elsewhere/own.safetensors"
+    path = "elsewhere/own.safetensors"
     Path("run/own-12345678.safetensors").touch()
-    assert Path(configure(spec("TrainedCNN", path=own))).name == "own-12345678.safetensors"
+    assert Path(configure(spec("TrainedCNN", path=path))).name == "own-12345678.safetensors"
     Path("run/own-9abcdef0.safetensors").touch()
     with pytest.raises(ValueError, match=r"one copy .*, has .*; .* --extractor"):  # which?
-        configure(own)
+        configure(path)
     with pytest.raises(ValueError, match=r"got .*my\.EmbeddedCNN.*; .* --extractor"):
         configure(spec("my.EmbeddedCNN", name="digits-cnn"))
 

@@ -168,9 +168,9 @@ class Spoilt(TinyModule):
         return loss * math.nan if self.global_step >= self.since else loss
 
 
-@pytest.mark.parametrize(("num_allowed", "bad", "kept"), [(0, 9, 7), (3, 5, 3)])
+@pytest.mark.parametrize(("num_allowed", "bad", "saved_step"), [(0, 9, 7), (3, 5, 3)])
 def test_on_a_gpu_a_save_proves_the_one_before_if_no_update_was_skipped_since(
-    tmp_path, monkeypatch, num_allowed, bad, kept
+    tmp_path, monkeypatch, num_allowed, bad, saved_step
 ):
     """Without a step that logs; saves are due at odd steps."""
 
@@ -183,7 +183,7 @@ def test_on_a_gpu_a_save_proves_the_one_before_if_no_update_was_skipped_since(
     options = {"callbacks": [FiniteUpdates(num_allowed)], "limit_val_batches": 0}
     with pytest.raises(FloatingPointError), pytest.warns(UserWarning, match="save before"):
         fit(SavesOften(tmp_path), tmp_path, module=Spoilt(bad), max_steps=24, **options)
-    assert saved(tmp_path)["global_step"] == kept
+    assert saved(tmp_path)["global_step"] == saved_step
     assert {path.name for path in tmp_path.glob("*last*")} == {"last.ckpt"}
 
 

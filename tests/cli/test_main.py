@@ -48,10 +48,10 @@ def test_no_command_or_an_unknown_one_is_a_mistake_that_names_them(capsys):
     assert cli.main([]) == 2
     out = capsys.readouterr().out
     assert all(f"  {name} " in out for name in cli.COMMANDS)
-    for wrong, meant in (("smaple", "sample"), ("ft", "fit"), ("train", "fit")):
+    for wrong, command in (("smaple", "sample"), ("ft", "fit"), ("train", "fit")):
         assert call(wrong) == 2
         error = capsys.readouterr().err
-        assert f"there is no command '{wrong}'. Did you mean '{meant}'?" in error
+        assert f"there is no command '{wrong}'. Did you mean '{command}'?" in error
 
 
 def test_help_and_mistakes_of_the_command_line_import_neither_torch_nor_lightning(tmp_path):

@@ -87,7 +87,7 @@ def dit(tiny: bool) -> dict[str, Body]:
     def call(network: Any, x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         return network(x, timestep=t, class_labels=labels).sample
 
-    def own_dit(channel: Channel, how: str) -> None:
+    def original_dit(channel: Channel, how: str) -> None:
         network, loss = peers.dit_loss(tiny)
         ours.compile_network_(network, how)
         inputs = latents()
@@ -99,7 +99,7 @@ def dit(tiny: bool) -> dict[str, Body]:
     for how in ("eager", "compiled", "blocks compiled"):
         bodies[f"ours, {how}"] = partial(our_step, config="imagenet256-latents", how=how, **common)
         bodies[f"diffusers, {how}"] = partial(theirs, how=how)
-        bodies[f"facebookresearch/DiT, {how}"] = partial(own_dit, how=how)
+        bodies[f"facebookresearch/DiT, {how}"] = partial(original_dit, how=how)
     return bodies
 
 
