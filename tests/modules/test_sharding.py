@@ -70,6 +70,7 @@ def test_a_fit_with_split_weights_has_the_losses_and_the_files_of_ddp(tmp_path):
         spec("FIDEvaluation", num_samples=17, extractor="digits-cnn", batch_size=8),
         spec("SampleGrid", num=3),
         spec("NoiseLevelLoss", num_levels=2, num_images=4),
+        spec("ConsistencyProbe", num=3),
     ]
     samples = [f"--trainer.callbacks+={json.dumps(each)}" for each in measures]
     spawn(fit, 2, whole, 4, None, *samples)
@@ -83,9 +84,8 @@ def test_a_fit_with_split_weights_has_the_losses_and_the_files_of_ddp(tmp_path):
         for picture in (whole / "samples").iterdir():
             assert (folder / "samples" / picture.name).read_bytes() == picture.read_bytes()
         assert main(["sample", "--checkpoint", str(folder), "--num=1", f"--out={folder}/out"]) == 0
-    assert any(
-        name.startswith("val/fid") for row in read_rows(whole / "metrics.csv") for name in row
-    )
+    names = {name for row in read_rows(whole / "metrics.csv") for name in row}
+    assert {"val/fid_17", "val/consistency"} <= names
 
 
 AVERAGES = {
