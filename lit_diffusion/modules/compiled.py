@@ -9,6 +9,7 @@ from functools import cache
 from typing import Literal, TypeAlias, get_args
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 from lit_diffusion.gaussian import step_table
@@ -50,6 +51,13 @@ def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = Fals
         part.compile(mode=mode, dynamic=False)
 
 
+# The first call also traces the backward pass. By default torch does so under the autocast around
+# the call, but backward() of an eager network has none: gradients of the parts that keep float32
+# (`no_autocast`) would be computed in bfloat16.
+_backward_as_eager = torch._functorch.config.patch({"backward_pass_autocast": "off"})
+
+
+@_backward_as_eager
 def run_compiled(
     network: nn.Module, mode: CompileMode, x: Tensor, noise_label: Tensor, condition: Condition
 ) -> Tensor:
@@ -67,6 +75,7 @@ def run_compiled(
     return output if mode == "default" else output.clone()
 
 
+@_backward_as_eager
 def run_compiled_loss(
     loss: Loss,
     weighted_error: Tensor,

@@ -4,12 +4,11 @@
 
 with the mean and std of x + offset. As separate operations under autocast this reads and writes the
 activations many times, with copies to float32 and, on CUDA, out of the channels_last format. There
-are three ways to compute it:
+are two ways to compute it:
 
 - on CUDA, one Triton kernel for each direction (`fused_norm_triton`), compiled steps included;
-- elsewhere inside `torch.compile`, a formula that the compiler fuses (`affine_group_norm_silu`);
-- otherwise, torch's operations (`separate_group_norm_silu`): on the CPU, in float64, for
-  forward-mode differentiation and for derivatives of gradients.
+- otherwise, torch's operations (`separate_group_norm_silu`), which `torch.compile` fuses: on the
+  CPU, in float64, for forward-mode differentiation and for derivatives of gradients.
 """
 
 from functools import cache
@@ -58,16 +57,15 @@ def group_norm_silu(
         torch.Size([2, 8, 4, 4])
     """
     arguments = (x, weight, bias, scale, shift, offset, num_groups, eps, silu)
-    is_compiling = torch.compiler.is_compiling()
-    if _has_kernels(x.device, x.dtype) and (is_compiling or not _is_transformed(*arguments[:6])):
+    if _has_kernels(x.device, x.dtype) and (
+        torch.compiler.is_compiling() or not _is_transformed(*arguments[:6])
+    ):
         from lit_diffusion.networks.fused_norm_triton import GroupNormSiLU
 
         # The kernels index rows of all images, and neighbouring channels of weight and bias.
         rows = (t if t is None else t.expand(x.shape[:2]) for t in (scale, shift, offset))
         affine = (weight.contiguous(), bias.contiguous())
         return cast(Tensor, GroupNormSiLU.apply(x, *affine, *rows, num_groups, eps, silu))
-    if is_compiling:
-        return affine_group_norm_silu(*arguments)
     return separate_group_norm_silu(*arguments)
 
 
@@ -90,42 +88,6 @@ def separate_group_norm_silu(
     if scale is not None and shift is not None:
         h = torch.addcmul(_per_channel(shift, x), h, 1 + _per_channel(scale, x))
     return F.silu(h) if silu else h
-
-
-def affine_group_norm_silu(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    offset: Tensor | None,
-    num_groups: int,
-    eps: float,
-    silu: bool,
-) -> Tensor:
-    """`group_norm_silu` as two passes over x: statistics of each channel, then silu(a x + b).
-
-    A compiler fuses the first into what computes x and the second into what uses it. Reductions
-    over pixels alone suit channels_last; those over the channels of a group are of (B, C) numbers.
-    """
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    x32, grouped = x.to(dtype), (len(x), num_groups, -1)
-    if offset is not None:
-        x32 = x32 + _per_channel(offset.to(dtype), x)
-    channel_var, channel_mean = torch.var_mean(x32.flatten(2), dim=2, correction=0)  # (B, C)
-    channel_mean = channel_mean.view(grouped)  # (B, groups, channels of a group)
-    mean = channel_mean.mean(2, keepdim=True)
-    # Law of total variance: that inside of channels, plus that of their means.
-    var = channel_var.view(grouped) + (channel_mean - mean).square()
-    rstd = torch.rsqrt(var.mean(2, keepdim=True) + eps)  # (B, groups, 1)
-
-    a = rstd * weight.to(dtype).view(1, num_groups, -1)  # (B, groups, channels of a group)
-    b = bias.to(dtype).view(1, num_groups, -1) - mean * a
-    if scale is not None and shift is not None:
-        factor = 1 + scale.to(dtype).view(grouped)
-        a, b = a * factor, torch.addcmul(shift.to(dtype).view(grouped), b, factor)
-    h = x32 * _per_channel(a.view(x.shape[:2]), x) + _per_channel(b.view(x.shape[:2]), x)
-    return (F.silu(h) if silu else h).to(x.dtype)
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
