@@ -18,7 +18,7 @@ def run(*command: object, **options) -> str:
     return subprocess.run(words, stdout=subprocess.PIPE, text=True, **options).stdout
 
 
-@pytest.mark.rare  # installs torch: minutes, and gigabytes
+@pytest.mark.slow  # installs torch: minutes, and gigabytes
 def test_compiled_networks(tmp_path):
     """In an environment with that torch: $LOWEST_TORCH_PYTHON, or built by pip."""
     source, site = tmp_path / "source", tmp_path / "site"
