@@ -16,6 +16,7 @@ from lit_diffusion.config.messages import (
     is_user_error,
     suggest,
 )
+from lit_diffusion.config.shipped import find_shipped_config
 from lit_diffusion.signals import record_signals
 
 COMMANDS = {
@@ -96,6 +97,7 @@ def _run(args: Sequence[str]) -> int:
         print(usage())
         return 0 if args else 2
     command = args[0]
+    args = [_use_shipped_config(arg) for arg in args]
     if command == "--version":
         print(f"lit-diffusion {__version__}")
         return 0
@@ -108,6 +110,15 @@ def _run(args: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
+
+
+def _use_shipped_config(arg: str) -> str:
+    """An argument with the path of a config of the package, if it names one that is not here."""
+    shipped = find_shipped_config(arg)
+    if shipped is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        path = shipped.rpartition("=")[2]
+        print(f"lit-diffusion: no configs folder here; reads {path}", file=sys.stderr)
+    return shipped or arg
 
 
 def _stdout_is_closed() -> bool:
