@@ -31,6 +31,7 @@ from .trainer_state import (
     refuse_split_weights,
     refuse_strategy,
     refuse_unhooked,
+    register_state_dict_hook,
     reshard,
     saves_split_tensors,
     should_log,
@@ -363,9 +364,9 @@ class EMA(pl.Callback):
         previous, self._active = self._active, name
         if previous == RAW:
             self._raw = {target: target.detach().clone() for target in targets}
-            register: Any = self._module.register_state_dict_post_hook
             # torch sets an attribute on the hook, which a bound method does not allow.
-            self._raw_hook = register(partial(self._write_raw_weights))
+            hook = partial(self._write_raw_weights)
+            self._raw_hook = register_state_dict_hook(self._module, hook)
         shadow = self._shadows[max(self._names.index(name) - 2, 0)]
         if targets:
             overwrite_(targets, [shadow[n] for n in updated])

@@ -16,13 +16,15 @@ be called on every rank.
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 try:
     import lightning.pytorch as pl
@@ -32,8 +34,12 @@ except ImportError:
 _HAS_DISTRIBUTED = torch.distributed.is_available()
 
 if _HAS_DISTRIBUTED:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    try:
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor, distribute_tensor
+    except ImportError:  # before torch 2.6
+        from torch.distributed._composable.fsdp import FSDPModule
+        from torch.distributed._tensor import DTensor, distribute_tensor
 
 T = TypeVar("T")
 
@@ -238,6 +244,15 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             submodule.training = True
 
 
+def register_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Have `module.state_dict()` call `hook(module, state_dict, prefix, metadata)` at its end."""
+    # The public name is missing before torch 2.5.
+    public = getattr(module, "register_state_dict_post_hook", None)
+    register: Any = public or module._register_state_dict_hook
+    handle: RemovableHandle = register(hook)
+    return handle
+
+
 # Strategies
 
 
@@ -245,6 +260,8 @@ def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
     """Raise ValueError if callback `name` cannot follow updates under the Trainer's strategy."""
     strategy = trainer.strategy
     if isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
+        if "src_data_rank" not in signature(distribute_tensor).parameters:
+            raise ValueError(f"{name} needs torch 2.7 or later for weights that are split.")
         return
     is_xla = any("XLA" in kind.__name__ for kind in type(strategy).__mro__)
     # True for FSDPStrategy, DeepSpeedStrategy and all others of Lightning that split weights.
