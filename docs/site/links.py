@@ -1,0 +1,133 @@
+"""Links of the pages: from the repository's layout to the site's, and a check of the built site."""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from xml.etree.ElementTree import Element
+
+from markdown import Markdown
+from markdown.extensions import Extension
+from markdown.treeprocessors import Treeprocessor
+from mkdocs.structure.files import Files
+
+
+class RepositoryLinks(Extension):
+    """Relative links, which hold in the repository, become links that hold on the site.
+
+    A file that is no page or picture of the site is linked where the repository is hosted. What is
+    in neither is left to MkDocs, which warns.
+
+    Args:
+        root: folder of the checkout.
+        pages: paths on the site of sources outside docs/.
+    """
+
+    def __init__(self, root: Path, pages: dict[str, str]) -> None:
+        super().__init__()
+        self.root = root
+        self.pages = pages
+        self.files = Files([])
+        self.repository = ""
+        self.page = ""
+        self.source = ""
+
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+        """Register the rewriter, before MkDocs' own (0)."""
+        md.tab_length = 2  # GitHub's: nested lists are indented by two
+        md.treeprocessors.register(_Rewriter(md, self), "repository-links", 5)
+
+    def rewrite(self, url: str) -> str:
+        """The link as the site needs it."""
+        if url.startswith("REPOSITORY:"):
+            return f"{self.repository}/blob/main/{url.removeprefix('REPOSITORY:')}"
+        parts = urlsplit(url)
+        if parts.scheme or parts.netloc or not parts.path or parts.path.startswith("/"):
+            return url
+        path = posixpath.join(posixpath.dirname(self.source), unquote(parts.path))
+        path = posixpath.normpath(path)
+        for uri in self._on_site(path):
+            if self.files.get_file_from_path(uri) is not None:
+                page = posixpath.relpath(uri, posixpath.dirname(self.page))
+                return parts._replace(path=page).geturl()
+        target = self.root / path
+        if path.startswith("..") or not target.exists():
+            return url
+        kind = "tree" if target.is_dir() else "blob"
+        return parts._replace(path=f"{self.repository}/{kind}/main/{path}").geturl()
+
+    def _on_site(self, path: str) -> Iterator[str]:
+        """Paths on the site that a path in the repository may have."""
+        if path in self.pages:
+            yield self.pages[path]
+        uri = path.removeprefix("docs/")
+        if uri != path:
+            yield uri
+            yield re.sub(r"\.ipynb$", ".md", uri)
+            yield f"{uri}/index.md"
+            yield f"{uri}/README.md"
+
+
+class _Rewriter(Treeprocessor):
+    def __init__(self, md: Markdown, links: RepositoryLinks) -> None:
+        super().__init__(md)
+        self.links = links
+
+    def run(self, root: Element) -> None:
+        for tag, key in (("a", "href"), ("img", "src")):
+            for element in root.iter(tag):
+                if url := element.get(key):
+                    element.set(key, self.links.rewrite(url))
+
+
+LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
+"""What makes a browser ask a host before anything is clicked."""
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {key: value or "" for key, value in attrs}
+        self.anchors |= {values[key] for key in ("id", "name") if key in values}
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        key = LOADS.get(tag, "")
+        if key in values and values.get("rel") not in ("canonical", "next", "prev", "edit"):
+            self.loaded.append(values[key])
+            self.links.append(values[key])
+
+
+def check_site(site: Path) -> list[str]:
+    """Problems of the built pages: links and anchors that lead nowhere, files from other hosts."""
+    pages = {path: _Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
+    pages.pop(site / "404.html", None)  # its links start at the root of the host
+    problems = []
+    for path, page in pages.items():
+        name = path.relative_to(site)
+        problems += [
+            f"{name} loads {url} from another host" for url in page.loaded if urlsplit(url).netloc
+        ]
+        for url in dict.fromkeys(page.links):
+            parts = urlsplit(url)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if target.is_dir():
+                target /= "index.html"
+            if not target.exists():
+                problems.append(f"{name} links to {url}, which is not there")
+            elif parts.fragment and target in pages:
+                if unquote(parts.fragment) not in pages[target].anchors | {"__top"}:
+                    problems.append(f"{name} links to {url}, whose anchor is not there")
+    for path in sorted(site.rglob("*.css")):
+        for url in re.findall(r"(?:url\(|@import)\s*['\"]?(https?:)?//", path.read_text()):
+            problems.append(f"{path.relative_to(site)} loads a file from another host: {url}")
+    return problems
