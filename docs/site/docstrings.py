@@ -9,7 +9,7 @@ CODE = re.compile(r"(`+[^`]*`+)")
 
 
 def to_markdown(docstring: str) -> str:
-    """Docstring with a section "Examples" that griffe knows, and < and [ as characters outside code."""
+    """Name sections of examples as griffe does; escape < and ][ outside code."""
     lines, in_example = [], False
     for line in docstring.split("\n"):
         if re.fullmatch(r"Examples?:", line):

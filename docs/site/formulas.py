@@ -43,9 +43,7 @@ class BlockFormulas(Preprocessor):
 class InlineFormulas(InlineProcessor):
     """$...$ within a line."""
 
-    def handleMatch(  # type: ignore[override] # noqa: N802
-        self, m: Match[str], data: str
-    ) -> tuple[Element | str, int, int]:
+    def handleMatch(self, m: Match[str], data: str) -> tuple[Element | str, int, int]:
         """Put the MathML of the formula out of Markdown's reach."""
         return self.md.htmlStash.store(to_mathml(m[1], "inline")), m.start(0), m.end(0)
 
@@ -53,8 +51,10 @@ class InlineFormulas(InlineProcessor):
 class Formulas(Extension):
     """Both kinds."""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
-        """Register the processors: code in backticks (190) is no formula; escapes (180) come later."""
+    def extendMarkdown(self, md: Markdown) -> None:
+        """Register the processors before escapes (180). Code in backticks (190) is no formula."""
         md.preprocessors.register(BlockFormulas(md), "block-formulas", 24)
-        md.inlinePatterns.register(InlineFormulas(INLINE_IN_BACKTICKS, md), "backtick-formulas", 195)
+        md.inlinePatterns.register(
+            InlineFormulas(INLINE_IN_BACKTICKS, md), "backtick-formulas", 195
+        )
         md.inlinePatterns.register(InlineFormulas(INLINE, md), "formulas", 185)

@@ -34,7 +34,7 @@ class RepositoryLinks(Extension):
         self.page = ""
         self.source = ""
 
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+    def extendMarkdown(self, md: Markdown) -> None:
         """Register the rewriter, before MkDocs' own (0)."""
         md.tab_length = 2  # GitHub's: nested lists are indented by two
         md.treeprocessors.register(_Rewriter(md, self), "repository-links", 5)
@@ -82,14 +82,21 @@ class _Rewriter(Treeprocessor):
                     element.set(key, self.links.rewrite(url))
 
 
-LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
+LOADS = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "link": "href",
+}
 """What makes a browser ask a host before anything is clicked."""
 
 
 class _Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.anchors: set[str] = set()
+        self.anchors = {""}
         self.links: list[str] = []
         self.loaded: list[str] = []
         self.feed(text)
@@ -124,9 +131,8 @@ def check_site(site: Path) -> list[str]:
                 target /= "index.html"
             if not target.exists():
                 problems.append(f"{name} links to {url}, which is not there")
-            elif parts.fragment and target in pages:
-                if unquote(parts.fragment) not in pages[target].anchors | {"__top"}:
-                    problems.append(f"{name} links to {url}, whose anchor is not there")
+            elif target in pages and unquote(parts.fragment) not in pages[target].anchors:
+                problems.append(f"{name} links to {url}, whose anchor is not there")
     for path in sorted(site.rglob("*.css")):
         for url in re.findall(r"(?:url\(|@import)\s*['\"]?(https?:)?//", path.read_text()):
             problems.append(f"{path.relative_to(site)} loads a file from another host: {url}")

@@ -26,7 +26,7 @@ def last_line_states(text: str) -> str:
 
 
 def convert(uri: str, content: str) -> dict[str, str | bytes]:
-    """Files of the site by their paths: the page, `<name>.md`, and an image for each that it shows."""
+    """Files of the site by their paths: the page `<name>.md` and the images that it shows."""
     stem = uri.removesuffix(".ipynb")
     name = stem.rpartition("/")[2]
     images: dict[str, str | bytes] = {}
