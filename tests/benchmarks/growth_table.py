@@ -13,24 +13,24 @@ COLUMNS = {
     "ms": "ms of CPU time",
     "wall_ms": "ms on the wall",
     "kernels": "kernels",
-    "mib": "MiB, peak",
-    "state_mib": "MiB that a rank holds between steps",
+    "mib": "peak MiB",
+    "state_mib": "MiB per rank between steps",
     "collectives": "collectives",
     "collective_mib": "MiB in collectives",
     "list_s": "s to list",
-    "check_s": "s to check, once",
+    "check_s": "s to check (once)",
     "split_s": "s to split",
     "first_batch_s": "s to the first batch",
-    "us_per_file": "us a file to list",
-    "index_bytes": "bytes a file, index",
-    "growth_mib": "MiB that all of it takes at the peak",
-    "state_gib": "GiB of weights, gradients, moments, average",
+    "us_per_file": "us per file to list",
+    "index_bytes": "index bytes per file",
+    "growth_mib": "peak MiB",
+    "state_gib": "GiB of weights, gradients, moments, EMA",
     "arithmetic_ms": "ms of arithmetic",
     "communication_ms": "ms of communication",
-    "alone_ms": "the same, if each GPU fetches all by its own link",
-    "hidden_images_per_s": "images/s, all of it hidden",
-    "none_images_per_s": "images/s, none hidden",
-    "efficiency": "of linear growth, none hidden",
+    "alone_ms": "ms of communication if each GPU fetches all by its own link",
+    "hidden_images_per_s": "images/s, communication hidden",
+    "none_images_per_s": "images/s, communication not hidden",
+    "efficiency": "fraction of linear growth, communication not hidden",
 }
 LAWS: dict[str, dict[str, str]] = {
     "batch": {"gflop": "1", "ms": "1, with an offset", "mib": "1, with an offset"},
@@ -46,7 +46,7 @@ TITLES = {
     "batch": "images in a batch",
     "width": "width",
     "resolution": "pixels on a side",
-    "averages": "averages",
+    "averages": "EMA copies",
     "sampling": "steps of DDIM",
     "ranks": "ranks",
     "files": "files",
@@ -89,7 +89,7 @@ def print_tables(path: Path) -> None:
                 exponents([(r["x"], r[name]) for r in group if name in r]) if name in laws else "-"
                 for name in columns
             ]
-            print(f"| **exponent**: all; last two | {' | '.join(slopes)} |")
+            print(f"| **exponent**: all rows; last two rows | {' | '.join(slopes)} |")
             print(f"| expected | {' | '.join(laws.get(name, '-') for name in columns)} |")
         print()
 
