@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 TRAINING = {
-    "wall_ms": "ms a step",
+    "wall_ms": "ms per step",
     "device_ms": "ms on the device",
     "kernels": "kernels",
     "images_per_s": "images/s",
     "device_matmul_share": "share of the matmul rate",
     "peak_gib": "GiB",
-    "first_step_s": "first step, s",
+    "first_step_s": "s of the first step",
 }
 CPU_KINDS = ("convolution", "matmul and attention", "norms", "SiLU")
 CPU_KINDS += ("optimizer and average", "rest")
 """Parts of a step on a CPU."""
 CPU = {"cpu_ms": "ms of CPU time", "ratio": "times ours", "low": "lower quartile"}
-CPU |= {"high": "upper quartile"} | {kind: kind for kind in CPU_KINDS}
+CPU |= {"high": "upper quartile"}
+CPU |= {kind: kind.replace("average", "EMA") for kind in CPU_KINDS}
 COLUMNS = {
     "cpu-digits": CPU,
     "cpu-cifar10": CPU,
@@ -37,14 +38,14 @@ COLUMNS = {
         "images_per_s": "images/s",
     },
     "fit": {
-        "trainer_ms": "ms a step of `fit`",
+        "trainer_ms": "ms per step of `fit`",
         "bare_ms": "ms of the bare loop",
         "overhead": "overhead",
         "images_per_s": "images/s",
-        "waits_per_step": "waits a step",
+        "waits_per_step": "waits per step",
     },
     "sharded": {
-        "wall_ms": "ms a step",
+        "wall_ms": "ms per step",
         "images_per_s": "images/s",
         "peak_gib": "GiB",
         "planned_gib": "GiB by `plan`",
@@ -55,20 +56,20 @@ COLUMNS = {
         "total_seconds": "s",
         "generate_seconds": "s of sampling",
         "features_seconds": "s of Inception",
-        "first_seconds": "s, the first, with the real images",
+        "first_seconds": "s of the first evaluation, with the real images",
         "peak_gib": "GiB",
     },
 }
 TITLES = {
     "cpu-digits": "digits U-Net, training step of 64 on a CPU",
     "cpu-cifar10": "CIFAR-10 U-Net, training step of 4 on a CPU",
-    "ceilings": "what the device does",
+    "ceilings": "operation on the device",
     "cifar10": "CIFAR-10 U-Net, training step of 128",
     "dit": "DiT-XL/2, training step of 64",
     "imagenet128": "ImageNet-128 U-Net, training step of 32",
     "sampling": "512 images of 32x32, DDIM in 50 steps",
-    "fit": "`fit` beside a bare loop",
-    "ema": "one update of the average, 52.5M weights",
+    "fit": "`fit` compared with a bare loop",
+    "ema": "one EMA update of 52.5M weights",
     "fid": "FID",
     "sharded": "DiT of a billion weights, training step of 32",
     "norms": "GroupNorm and SiLU of 128x256x32x32 in bfloat16",
