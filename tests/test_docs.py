@@ -19,7 +19,9 @@ from lit_diffusion.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+FILES = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/get-started/*.md")]
+PAGES = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in FILES}
+PAGES["README.md"] = README
 
 
 def blocks(language: str, pages: dict[str, str] = PAGES) -> dict[str, str]:
@@ -102,6 +104,9 @@ ELSEWHERE = {
     "README.md-3": "by tests/test_configs.py, on a small folder",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
     "cluster.md-1": "likewise, on two nodes",
+    "get-started/own-project.md-0": "by CI",
+    "gpu.md-0": "by tests/integration/test_gpu_benchmark.py and tests/modules/test_compiled.py",
+    "gpu.md-1": "options of configs/cifar10-improved.yaml, which test_configs.py parses",
     "latents.md-0": "by tests/cli/test_encode.py and test_configs.py, with small VAEs",
     "loggers.md-0": "by CI, with the extra named loggers",
     "streaming.md-0": "by tests/data/test_streaming.py, with digits",
@@ -157,6 +162,7 @@ def run_commands(page: str) -> None:
     [
         "README.md",
         "runs.md",
+        "gpu.md",
         pytest.param("methods.md", marks=pytest.mark.rare),  # sweeps as README.md does
         "evaluation.md",
         "interchange.md",
@@ -186,7 +192,7 @@ def test_the_quick_start_gives_digits(monkeypatch, tmp_path):
 
 def test_files_and_commands_that_are_named_exist():
     for name, text in PAGES.items():
-        folder = ROOT if name == "README.md" else ROOT / "docs"
+        folder = ROOT if name == "README.md" else (ROOT / "docs" / name).parent
         for path in re.findall(r"\]\(((?!http)[^)#]+)\)", text):
             assert (folder / path).exists(), f"{name}: {path}"
         for path in re.findall(r"configs/\w+\.yaml", text):
