@@ -104,6 +104,9 @@ ELSEWHERE = {
     "README.md-3": "by tests/test_configs.py, on a small folder",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
     "cluster.md-1": "likewise, on two nodes",
+    "get-started/digits.md-0": "as README.md-0",
+    "get-started/own-images.md-0": "as README.md-3",
+    "get-started/own-images.md-1": "likewise; doctor by tests/cli/doctor/",
     "get-started/own-project.md-0": "by CI",
     "gpu.md-0": "by tests/integration/test_gpu_benchmark.py and tests/modules/test_compiled.py",
     "gpu.md-1": "options of configs/cifar10-improved.yaml, which test_configs.py parses",
@@ -130,12 +133,16 @@ SHORT = {
 """What makes a command of a page quick, by its first words."""
 
 
+USE_DIGITS = ("README.md", "analysis.md", "evaluation.md", "get-started/digits.md", "interchange.md")
+"""Pages that use the run of README's first command."""
+
+
 def run_commands(page: str) -> None:
     """Run the commands of a page in the current folder, in few steps."""
     commands = [
         code for key, code in blocks("bash", {page: PAGES[page]}).items() if key not in ELSEWHERE
     ]
-    if page in ("README.md", "evaluation.md", "interchange.md", "analysis.md"):
+    if page in USE_DIGITS:
         commands.insert(0, "lit-diffusion fit --config configs/digits.yaml")  # README's first
     if page == "evaluation.md":
         commands.insert(1, "lit-diffusion sample --checkpoint runs/digits --out samples")
@@ -161,6 +168,7 @@ def run_commands(page: str) -> None:
     "page",
     [
         "README.md",
+        "get-started/digits.md",
         "runs.md",
         "gpu.md",
         pytest.param("methods.md", marks=pytest.mark.rare),  # sweeps as README.md does
