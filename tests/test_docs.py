@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from support.plain_module import make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 from support.toy import gaussian_denoiser
@@ -108,12 +109,16 @@ ELSEWHERE = {
     "get-started/own-images.md-0": "as README.md-3",
     "get-started/own-images.md-1": "likewise; doctor by tests/cli/doctor/",
     "get-started/own-project.md-0": "by CI",
+    "fine-tune.md-1": "by tests/interchange/test_published.py, with small networks",
     "gpu.md-0": "by tests/integration/test_gpu_benchmark.py and tests/modules/test_compiled.py",
     "gpu.md-1": "options of configs/cifar10-improved.yaml, which test_configs.py parses",
     "latents.md-0": "by tests/cli/test_encode.py and test_configs.py, with small VAEs",
     "loggers.md-0": "by CI, with the extra named loggers",
     "streaming.md-0": "by tests/data/test_streaming.py, with digits",
     "streaming.md-1": "likewise",
+    "migration.md-0": "parsed below",
+    "migration.md-1": "parsed below",
+    "migration.md-2": "parsed below",
     "methods.md-1": "sbatch; test_sweep.py runs the lines that --print gives",
 }
 
@@ -133,7 +138,8 @@ SHORT = {
 """What makes a command of a page quick, by its first words."""
 
 
-USE_DIGITS = ("README.md", "analysis.md", "evaluation.md", "get-started/digits.md", "interchange.md")
+USE_DIGITS = {"README.md", "analysis.md", "evaluation.md", "fine-tune.md", "interchange.md"}
+USE_DIGITS |= {"get-started/digits.md"}
 """Pages that use the run of README's first command."""
 
 
@@ -171,6 +177,7 @@ def run_commands(page: str) -> None:
         "get-started/digits.md",
         "runs.md",
         "gpu.md",
+        "fine-tune.md",
         pytest.param("methods.md", marks=pytest.mark.rare),  # sweeps as README.md does
         "evaluation.md",
         "interchange.md",
@@ -184,6 +191,16 @@ def test_commands_run_as_shown(page, monkeypatch, folder):
     if page == "README.md":
         for key in TRAINED:
             assert run(PYTHON[key], monkeypatch, folder)["images"].shape == (64, 1, 8, 8)
+
+
+@pytest.mark.parametrize("key", ["migration.md-0", "migration.md-1", "migration.md-2"])
+def test_commands_of_the_migration_page_are_valid_configs(key, monkeypatch, folder, capsys):
+    Path("configs").symlink_to(ROOT / "configs")
+    command = blocks("bash")[key].replace("\\\n", " ").removeprefix("lit-diffusion ")
+    assert main([*command.split(), "--print_config"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["data"]["init_args"]["train"] == "PICTURES"
+    assert printed["model"]["init_args"]["process"]["class_path"].startswith("lit_diffusion.")
 
 
 @pytest.mark.slow
