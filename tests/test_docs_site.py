@@ -5,6 +5,8 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
+from html.parser import HTMLParser
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +19,9 @@ for library in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mat
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "docs" / "site"
 REFERENCE = "".join(path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md")))
+PAGES = [*ROOT.glob("*.md")] + [
+    path for path in sorted((ROOT / "docs").rglob("*.md")) if path.parent.name != "reference"
+]
 INTERNAL = {
     *("cli", "config", "configs", "distributed", "files", "signals"),
     *("lab.compare", "lab.analysis.command", "lab.analysis.common"),
@@ -45,7 +50,8 @@ def load(name: str) -> ModuleType:
 def to_html(text: str) -> str:
     from markdown import Markdown
 
-    extensions = ["tables", "pymdownx.superfences", load("formulas").Formulas()]
+    extensions = [load("lists").Lists(), load("formulas").Formulas()]
+    extensions += ["tables", "footnotes", "pymdownx.superfences"]
     return Markdown(extensions=extensions).convert(text)
 
 
@@ -63,6 +69,21 @@ def test_formulas_become_mathml():
 )
 def test_what_is_no_formula_is_left_alone(text):
     assert "<math" not in to_html(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "* a\n  b:\n  * x\n  * y\n\n  more\n* c",
+        "Text:\n* a\n* b\n\ntext\n1. one\n2. two",
+        "1. a\n   * b\n2. c\n\n   ```bash\n   * d\n   ```",
+        "text\n2. is no item",
+    ],
+)
+def test_lists_are_those_of_github(text):
+    from markdown_it import MarkdownIt
+
+    assert Tags(to_html(text)).count == Tags(MarkdownIt("commonmark").render(text)).count
 
 
 def test_an_unknown_command_of_tex_is_warned_about(caplog):
@@ -111,13 +132,15 @@ def test_a_notebook_becomes_a_page_with_its_outputs():
     ],
 )
 def test_links_of_the_repository_become_links_of_the_site(tmp_path, source, page, url, expected):
+    from mkdocs.structure.files import File, Files
+
     (tmp_path / "configs").mkdir()
     for name in ("configs/x.yaml", "README.md", "CHANGELOG.md"):
         (tmp_path / name).touch()
     pages = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
     links = load("links").RepositoryLinks(tmp_path, pages)
-    on_site = {"index.md", "changelog.md", "runs.md", "a/b.md"}
-    links.files = type("Files", (), {"get_file_from_path": lambda _, uri: uri in on_site or None})()
+    names = ("index.md", "changelog.md", "runs.md", "a/b.md")
+    links.files = Files([File(name, "docs", "site", False) for name in names])
     links.repository, links.source, links.page = "https://host", source, page
     assert links.rewrite(url) == expected
 
@@ -162,6 +185,28 @@ def test_every_module_is_documented_or_internal():
     assert documented - modules <= {"callbacks", "checkpoints", "interchange", "solvers"} | {
         name for name in documented if name.startswith("callbacks.")
     }
+
+
+class Tags(HTMLParser):
+    """How often each tag that gives a page its structure occurs."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.count = Counter()
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        if tag in {"h1", "h2", "h3", "h4", "ul", "ol", "li", "tr", "pre", "img", "blockquote"}:
+            self.count[tag] += 1
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_has_the_same_lists_tables_and_code_on_the_site_and_on_github(path):
+    from markdown_it import MarkdownIt
+
+    text = path.read_text()
+    github = MarkdownIt("commonmark").enable("table").render(text)
+    assert Tags(to_html(text)).count == Tags(github).count
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 import links
 import notebooks
 from formulas import Formulas
+from lists import Lists
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
@@ -50,7 +51,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     python["options"]["extensions"] = [str(Path(__file__).parent / "docstrings.py")]
     python["options"]["extra"] = {"repository": f"{config.repo_url}/blob/main"}
     repository_links.repository = str(config.repo_url).rstrip("/")
-    config.markdown_extensions += [repository_links, Formulas()]
+    config.markdown_extensions[:0] = [Lists(), repository_links, Formulas()]
     return config
 
 

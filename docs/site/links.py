@@ -36,7 +36,6 @@ class RepositoryLinks(Extension):
 
     def extendMarkdown(self, md: Markdown) -> None:
         """Register the rewriter, before MkDocs' own (0)."""
-        md.tab_length = 2  # GitHub's: nested lists are indented by two
         md.treeprocessors.register(_Rewriter(md, self), "repository-links", 5)
 
     def rewrite(self, url: str) -> str:
@@ -49,7 +48,8 @@ class RepositoryLinks(Extension):
         path = posixpath.join(posixpath.dirname(self.source), unquote(parts.path))
         path = posixpath.normpath(path)
         for uri in self._on_site(path):
-            if self.files.get_file_from_path(uri) is not None:
+            file = self.files.get_file_from_path(uri)
+            if file is not None and not file.inclusion.is_excluded():
                 page = posixpath.relpath(uri, posixpath.dirname(self.page))
                 return parts._replace(path=page).geturl()
         target = self.root / path
