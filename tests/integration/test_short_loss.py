@@ -1,7 +1,7 @@
 """The first losses of the digits network, so that a change of numbers does not go unseen.
 
 Where a change is meant, run `PYTHONPATH=tests python tests/integration/test_short_loss.py` and
-write a line that begins with "Numerics:" into CHANGELOG.md.
+write a line under "Numerics" of CHANGELOG.md.
 """
 
 import json
