@@ -109,6 +109,8 @@ ELSEWHERE = {
     "get-started/own-images.md-0": "as README.md-3",
     "get-started/own-images.md-1": "likewise; doctor by tests/cli/doctor/",
     "get-started/own-project.md-0": "by CI",
+    "evaluation.md-1": "hours of a GPU, and a network; tests/test_configs.py parses the config",
+    "evaluation.md-2": "by tests/cli/test_solver_comparison.py",
     "fine-tune.md-1": "by tests/interchange/test_published.py, with small networks",
     "gpu.md-0": "by tests/integration/test_gpu_benchmark.py and tests/modules/test_compiled.py",
     "gpu.md-1": "options of configs/cifar10-improved.yaml, which test_configs.py parses",
