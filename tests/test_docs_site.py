@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+import lit_diffusion
+
 for library in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml"):
     pytest.importorskip(library, reason="pip install -e '.[docs]'")
 
@@ -86,9 +88,10 @@ def test_lists_are_those_of_github(text):
     assert Tags(to_html(text)).count == Tags(MarkdownIt("commonmark").render(text)).count
 
 
-def test_an_unknown_command_of_tex_is_warned_about(caplog):
-    load("formulas").to_mathml(r"\nosuchcommand x", "inline")
-    assert "nosuchcommand" in caplog.text
+@pytest.mark.parametrize("formula", [r"\nosuch x", r"\begin{aligned} a &= b \end{aligned}"])
+def test_tex_that_is_not_understood_is_warned_about(formula, caplog):
+    load("formulas").to_mathml(formula, "inline")
+    assert formula in caplog.text
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs():
@@ -207,6 +210,11 @@ def test_a_page_has_the_same_lists_tables_and_code_on_the_site_and_on_github(pat
     text = path.read_text()
     github = MarkdownIt("commonmark").enable("table").render(text)
     assert Tags(to_html(text)).count == Tags(github).count
+
+
+def test_the_overview_has_the_names_that_the_package_itself_exports():
+    overview = (ROOT / "docs/reference/index.md").read_text()
+    assert sorted(re.findall(r"\[`(\w+)`\]\[lit_diffusion\.", overview)) == lit_diffusion.__all__
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ log = logging.getLogger("mkdocs.hooks")
 def to_mathml(formula: str, display: str) -> str:
     """MathML of a TeX formula; what latex2mathml does not know is warned about."""
     mathml = convert(formula.strip(), display=display)
-    if unknown := re.findall(r"\\\w+", mathml):
+    if unknown := re.findall(r"\\\w+|<mi>&</mi>", mathml):
         log.warning("formula with %s, which latex2mathml does not know: %s", unknown, formula)
-    return str(mathml)
+    return str(mathml).replace("&#x0005E;", "&#x002C6;")  # the hat that is as wide as a letter
 
 
 class BlockFormulas(Preprocessor):
