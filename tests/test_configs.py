@@ -177,7 +177,7 @@ def test_a_small_folder_runs_as_its_comments_say(folder):
     class_folders(folder / "pictures", "abc", each=30, size=(80, 70))
     (folder / "configs").symlink_to(CONFIGS)
     header = (CONFIGS / "folder-small.yaml").read_text().partition("\n# The first")[0]
-    lines = header.replace("\\\n#", "").replace("PICTURES", "pictures").splitlines()
+    lines = header.replace("\\\n#", "").replace("IMAGES", "pictures").splitlines()
     train, fit, sample = (line[4:] for line in lines if line.startswith("#   lit-diffusion"))
     size = "--data.init_args.image_size=32 --data.init_args.num_workers=0"
     few = f"{size} --model.solver.steps=2 --trainer.val_check_interval=2"

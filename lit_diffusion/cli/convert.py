@@ -1,4 +1,4 @@
-"""`lit-diffusion convert export | import`: weights for other programs, and from them."""
+"""`lit-diffusion convert export | import`: weights to and from other programs."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -8,59 +8,62 @@ import yaml
 
 from lit_diffusion.cli.options import Parser, add_checkpoint, check_exists
 
-KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-unet")
-
-
-def build_parser() -> Parser:
-    """Parser with the help of `convert` itself."""
-    return Parser(
-        "convert",
-        """Take weights to other programs, or bring published ones in.
+DESCRIPTION = """Export weights to other programs, or import published weights.
 
     lit-diffusion convert export --checkpoint runs/digits --out exported
     lit-diffusion convert export --checkpoint runs/digits --out exported --format diffusers
     lit-diffusion convert import DiT-XL-2-256x256.pt --kind dit --out dit --network.num_heads=16
     lit-diffusion fit --config FILE --config dit/model.yaml --init_weights dit
 
-`lit-diffusion convert export --help` and `convert import --help` list their options.""",
-    )
+`lit-diffusion convert export --help` and `convert import --help` list the options."""
+
+KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-unet")
 
 
-def build_export_parser() -> Parser:
-    """Options of `convert export`."""
+def build_parser(name: str = "") -> Parser:
+    """Options of `convert export` or `convert import`, or the help of `convert` itself."""
+    builders = {"export": _export_parser, "import": _import_parser}
+    return builders[name]() if name in builders else Parser("convert", DESCRIPTION)
+
+
+def _export_parser() -> Parser:
     parser = Parser(
         "convert export",
         """Write the network of a checkpoint for other programs.
 
-    safetensors  network.safetensors, and network.json that says how the network is built;
-                 lit_diffusion.interchange.load_network(DIR) reads them with torch alone
-    diffusers    a folder for DDPMPipeline.from_pretrained (UNet) or DiTPipeline (DiT); what
-                 diffusers cannot express is refused. Where diffusers is installed, images
-                 of two seeds say whether the pipeline makes those of the run""",
+    safetensors  network.safetensors, and network.json, which says how to build the network;
+                 lit_diffusion.interchange.load_network(DIR) reads both with torch alone
+    diffusers    a folder for DDPMPipeline.from_pretrained (UNet) or DiTPipeline (DiT); a
+                 model that diffusers cannot express is refused. If diffusers is installed,
+                 images from two seeds show whether the pipeline reproduces the run""",
     )
     add_checkpoint(parser, required=True)
     add, forms = parser.add_argument, ("safetensors", "diffusers")
     add("--out", required=True, metavar="DIR", help="folder for the files")
-    add("--format", default=forms[0], choices=forms, help="as above (default safetensors)")
-    add("--vae", metavar="DIR", help="AutoencoderKL to put beside a DiT of latents (diffusers)")
-    text = "do not generate images of two seeds by pipeline and run (diffusers)"
+    text = "safetensors (default) or diffusers"
+    add("--format", default=forms[0], choices=forms, metavar="F", help=text)
+    text = "diffusers: AutoencoderKL to include with a DiT that was trained on latents"
+    add("--vae", metavar="DIR", help=text)
+    text = "diffusers: do not compare images of the pipeline with those of the run"
     add("--no_comparison", action="store_true", help=text)
     return parser
 
 
-def build_import_parser() -> Parser:
-    """Options of `convert import`."""
+def _import_parser() -> Parser:
     parser = Parser(
         "convert import",
-        """Read published weights, and write them as `convert export` does.
+        """Read published weights, and write them in the format of `convert export`.
 
-Most of how a network is built follows from the shapes of its weights. What does not is asked for,
-to be given as --network.NAME=VALUE: num_heads or head_channels, split_heads_first, null_class, ...
-No code in a file is run.""",
+    lit-diffusion convert import DiT-XL-2-256x256.pt --kind dit --out dit --network.num_heads=16
+
+Most arguments of the network follow from the shapes of its weights. An error names the others. Set
+them by --network.NAME=VALUE: num_heads, head_channels, split_heads_first, null_class, ... No code
+in the file is executed.""",
     )
     add = parser.add_argument
-    add("file", metavar="FILE", help="file as published; of diffusers the folder")
-    add("--kind", required=True, choices=KINDS, help="program that wrote the file")
+    add("file", metavar="FILE", help="published file; for diffusers-unet, the folder")
+    text = f"program that wrote the file: {', '.join(KINDS)}"
+    add("--kind", required=True, choices=KINDS, metavar="KIND", help=text)
     add("--out", required=True, metavar="DIR", help="folder for the files")
     return parser
 
@@ -73,7 +76,7 @@ def run(argv: Sequence[str]) -> None:
     """
     match argv[1:2]:
         case ["export"]:
-            args = build_export_parser().parse_args(argv[2:])
+            args = build_parser("export").parse_args(argv[2:])
             check_exists("run folder or checkpoint", args.checkpoint)
             options = args.weights, args.format, args.vae, args.trust
             export(args.checkpoint, args.out, *options, compare=not args.no_comparison)
@@ -81,7 +84,8 @@ def run(argv: Sequence[str]) -> None:
             _import(argv[2:])
         case _:
             build_parser().parse_args([arg for arg in argv[1:] if arg in ("-h", "--help")])
-            raise ValueError(f"say export or import first, got {' '.join(argv[1:]) or 'nothing'}.")
+            got = " ".join(argv[1:]) or "nothing"
+            raise ValueError(f"the word after convert must be export or import, got {got}.")
 
 
 def export(
@@ -136,7 +140,7 @@ def export(
 
 def _import(options: Sequence[str]) -> None:
     """Run `convert import`."""
-    parser = build_import_parser()
+    parser = build_parser("import")
     args, others = parser.parse_prefixed(options, "--network.")
     arguments: dict[str, Any] = {}
     for other in others:

@@ -1,11 +1,12 @@
-"""`lit-diffusion fit | validate | test | predict`: help, and what can be judged at once.
+"""`lit-diffusion fit | validate | test | predict`: help and quick checks of the command line.
 
-torch and Lightning are imported after that, with `cli.fitting`, as they take seconds.
+`cli.fitting` imports torch and Lightning after these checks, because that takes seconds.
 """
 
 import ast
 import os
 import re
+import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from lit_diffusion.cli.options import import_heavy
 from lit_diffusion.cli.run_folder import Request, read_command_line, read_config, refuse_mixing
+from lit_diffusion.cli.terminal import paint_help
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.files import check_regular
 
@@ -21,59 +23,49 @@ OPTIONS = (
     *("model", "data", "trainer", "verbose", "return_predictions", "weights_only", "trust"),
     "float32_precision",
 )
-"""Names of the options, without what follows a dot."""
+"""Names of the options, up to the first dot."""
 
-_COMMON = """options:
-  --config FILE             YAML; repeat it to add others, as `callbacks+:` adds callbacks
-  --model.NAME=VALUE        argument of the model; of a part: --model.network.NAME=VALUE
-  --data.NAME=VALUE         argument of the data
-  --trainer.NAME=VALUE      argument of Lightning's Trainer"""
+_SETTINGS = """options:
+  --config FILE           YAML; repeat it to merge files: later ones override
+  --model.NAME=VALUE      argument of the model: --model.network.dropout=0.1
+  --data.NAME=VALUE       argument of the data: --data.batch_size=64
+  --trainer.NAME=VALUE    argument of Lightning's Trainer"""
 
 _LAST = """
-  --trust PACKAGE           let class paths import this package; may be repeated
-  --print_config            print the resulting config, run nothing
-  --model.help=CLASS        arguments of a class; so --data.help, --trainer.callbacks.help=EMA
-  --help all                every option, with its type and default
-  --debug                   report a mistake with its traceback"""
+  --trust PACKAGE         package that class paths may import; may be repeated
+  --print_config          print the merged config and exit
+  --model.help=CLASS      show the arguments of a class; also --data.help=CLASS
+  --help all              show every setting with its type and default"""
 
 _OF_CHECKPOINT = f"""
-The config is that of the checkpoint's run folder, unless --config gives another.
+The config is that of the run unless --config names another.
 
-{_COMMON}
-  --ckpt_path FILE          the checkpoint{_LAST}"""
+{_SETTINGS}
+  --ckpt_path FILE        the checkpoint{_LAST}"""
 
 HELP = {
     "fit": f"""Train a model, or resume a run.
 
     lit-diffusion fit --config configs/digits.yaml
-    lit-diffusion fit --config configs/digits.yaml --config configs/arms/NAME.yaml
-    lit-diffusion fit --config configs/digits.yaml --ckpt_path=last --trainer.max_steps=4000
 
-A config names the model, data, trainer and callbacks; later configs and options win over earlier
-ones, and all of them over a checkpoint. Everything goes to runs/<name of the first config>, or to
---trainer.default_root_dir.
-
-{_COMMON}
-      max_steps=N           optimizer steps; max_epochs=N, max_time=00:08:00:00 also end a run
-      default_root_dir=DIR  the run folder
-      devices=N             GPUs; num_nodes=N, strategy=ddp for several machines
-      precision=bf16-mixed  16-mixed, bf16-mixed, 32-true, ...
-      fast_dev_run=true     one batch of each kind, nothing written
-  --trainer.callbacks.EMA.decays=[0.999]
-                            argument of a callback of the config; ....EMA=null leaves it out
-  --trainer.callbacks+=EMA  add a callback
-  --ckpt_path PATH          resume from a checkpoint; last: that of the run folder;
-                            last-or-none: start if there is none
-  --init_weights PATH       start a new run from the weights of another: CKPT, CKPT:raw, CKPT:ema
-  --float32_precision tf32  faster float32 on a GPU, by 10 bits instead of 23; ieee
-  --seed_everything N       seed (default 0){_LAST}""",
-    "validate": f"""Loss and callbacks' metrics of a checkpoint on the validation split.
+{_SETTINGS}: max_steps, devices,
+                          precision, default_root_dir (the run folder), ...
+  --trainer.callbacks.EMA.decays=[0.999]  argument of a callback
+  --trainer.callbacks.EMA=null            remove it; callbacks+=EMA adds one
+  --ckpt_path PATH        resume from a file, or last: that of the run folder;
+                          last-or-none starts if there is no checkpoint yet
+  --init_weights PATH     start from weights: CKPT, CKPT:raw, CKPT:ema, an export
+  --float32_precision P   tf32: faster float32 on a GPU, 10 bits; ieee: 23 bits
+  --seed_everything N     seed (default 0){_LAST}""",
+    "validate": f"""Compute the loss and metrics of a checkpoint on the validation split.
 
     lit-diffusion validate --ckpt_path runs/digits/checkpoints/last.ckpt
 {_OF_CHECKPOINT}""",
-    "test": f"""Loss and callbacks' metrics of a checkpoint on the test split, if the data have one.
+    "test": f"""Compute the loss and metrics of a checkpoint on the test split.
 
     lit-diffusion test --ckpt_path runs/digits/checkpoints/last.ckpt
+
+Data without a test split are tested on the validation split.
 {_OF_CHECKPOINT}""",
     "predict": f"""Run a checkpoint on the prediction split of its data.
 
@@ -83,7 +75,7 @@ ones, and all of them over a checkpoint. Everything goes to runs/<name of the fi
 To write images, use `lit-diffusion sample`.
 {_OF_CHECKPOINT}""",
 }
-"""One screen for each command: what people set."""
+"""Help of each command; that of `fit` fits a terminal of 24 lines."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -97,7 +89,8 @@ def run(argv: Sequence[str]) -> None:
     if {"-h", "--help", "--help=all"} & set(options):
         if options[-1] not in ("all", "--help=all"):
             needed = "--config" if command == "fit" else "--ckpt_path"
-            print(f"usage: lit-diffusion {command} {needed} FILE [options]\n\n{HELP[command]}")
+            text = f"usage: lit-diffusion {command} {needed} FILE [options]\n\n{HELP[command]}"
+            print(paint_help(text, sys.stdout))
             return
         options = ["--help"]
     _refuse_wrong_options(options)
@@ -111,7 +104,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _refuse_wrong_options(options: Sequence[str]) -> None:
-    """Raise ValueError for an option that does not exist, or a word that belongs to no option."""
+    """Raise ValueError for an unknown option, or a word that belongs to no option."""
     takes_value = False
     for option in options:
         is_name = option.startswith("--") or (option.startswith("-c") and not takes_value)
@@ -131,7 +124,7 @@ def _refuse_wrong_options(options: Sequence[str]) -> None:
 
 @cache
 def trainer_arguments() -> list[str]:
-    """Names of the arguments of Lightning's Trainer, from its source, as its import is slow."""
+    """Names of the arguments of Lightning's Trainer, read from its source without an import."""
     package = find_spec("lightning")
     assert package is not None
     assert package.submodule_search_locations is not None
@@ -147,7 +140,7 @@ def missing_model(request: Request) -> ValueError:
     files = [*request.configs, *([str(request.checkpoint)] if request.checkpoint else [])]
     if not files:
         return ValueError("needs --config FILE, such as --config configs/digits.yaml.")
-    fix = "name another --config that does, such as configs/digits.yaml"
+    fix = "add a --config that does, such as configs/digits.yaml"
     return ValueError(f"{', '.join(files)} names no model; {fix}.")
 
 

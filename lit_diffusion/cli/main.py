@@ -8,8 +8,10 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
+from types import ModuleType
 
 from lit_diffusion import __version__
+from lit_diffusion.cli.terminal import RED, paint, paint_help
 from lit_diffusion.config.messages import (
     describe_error,
     is_out_of_memory,
@@ -20,36 +22,26 @@ from lit_diffusion.config.shipped import find_shipped_config
 from lit_diffusion.signals import record_signals
 
 COMMANDS = {
+    "init": ("cli.init", "write a config and a README to train on a folder of images"),
     "fit": ("cli.fit", "train a model from a config, or resume a run"),
-    "validate": ("cli.fit", "loss of a checkpoint on the validation split"),
-    "test": (
-        "cli.fit",
-        "loss and FID of a checkpoint on the test split, else on the validation split",
-    ),
+    "sample": ("cli.sample", "generate images from a checkpoint"),
+    "evaluate": ("cli.evaluate", "score a checkpoint or a folder: FID, KID, precision, recall, IS"),
+    "validate": ("cli.fit", "compute the loss and metrics of a checkpoint on the validation split"),
+    "test": ("cli.fit", "compute the loss and metrics of a checkpoint on the test split"),
     "predict": ("cli.fit", "run a checkpoint on the prediction split"),
-    "sample": ("cli.sample", "write images that a checkpoint generates"),
-    "evaluate": ("cli.evaluate", "FID, KID, precision, recall and IS of a checkpoint or of images"),
+    "doctor": ("cli.doctor.command", "check a config for problems before a long run"),
+    "sweep": ("lab.compare.sweep", "train every arm of an experiment with every seed, and compare"),
+    "compare": ("lab.compare.command", "compare runs by their steps to a target FID, over seeds"),
     "analyze": (
         "lab.analysis.command",
-        "consistency, loss landscape, interpolation and Hessian of checkpoints",
+        "consistency, interpolation, loss landscape and Hessian of checkpoints",
     ),
-    "encode": ("cli.encode", "write latents of a folder of images, to train on"),
-    "sweep": (
-        "lab.compare.sweep",
-        "train every arm of an experiment with every seed, restartable; compare them",
-    ),
-    "compare": (
-        "lab.compare.command",
-        "which way to train is fastest, over seeds, and whether that is noise",
-    ),
-    "convert": ("cli.convert", "take weights to other programs, or bring published ones in"),
-    "doctor": (
-        "cli.doctor.command",
-        "say what would go wrong with a run, before it starts",
-    ),
-    "plan": ("cli.plan", "memory and communication of a fit whose weights are split over ranks"),
-    "train-extractor": ("cli.train_extractor", "train a network for FID on images of one's own"),
-    "fetch-weights": ("cli.fetch_weights", "download the network of FID, for use without internet"),
+    "convert": ("cli.convert", "export weights to other programs, or import published ones"),
+    "encode": ("cli.encode", "precompute the latents of a folder of images"),
+    "train-extractor": ("cli.train_extractor", "train a small network for FID on your own images"),
+    "fetch-weights": ("cli.fetch_weights", "download the Inception weights that FID needs"),
+    "plan": ("cli.plan", "estimate memory and communication of training with sharded weights"),
+    "completion": ("cli.completion", "print a script that completes commands in your shell"),
 }
 """Name -> (module of lit_diffusion, one line of help). The module's `run` gets all arguments."""
 
@@ -59,7 +51,7 @@ MISTAKES = (
     "EMA holds no averages",
     "Found more than one stateful callback",
 )
-"""Beginnings of messages of user mistakes that are not a ValueError, TypeError or OSError."""
+"""How messages of user mistakes begin that are not a ValueError, TypeError or OSError."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None for those of the process.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 user mistake, 75 saved on a signal and to be restarted,
-        128 + n stopped by signal n: 129 hangup, 130 Ctrl-C, 141 closed pipe, 143 termination.
+        The exit code (docs/command-line.md): 0 done, 1 failed, 2 mistake of the user, 75 saved on
+        a signal and to be restarted, 128 + n ended by signal n.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, as by >&-
@@ -94,11 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: Sequence[str]) -> int:
     """Run one command, and return its exit code unless it raises an error."""
     if not args or args[0] in ("-h", "--help"):
-        print(usage())
+        print(paint_help(usage(), sys.stdout))
         return 0 if args else 2
     command = args[0]
     args = [_use_shipped_config(arg) for arg in args]
-    if command == "--version":
+    if command in ("-V", "--version"):
         print(f"lit-diffusion {__version__}")
         return 0
     if command not in COMMANDS:
@@ -106,7 +98,7 @@ def _run(args: Sequence[str]) -> int:
     try:
         # A job may be preempted during imports, which take seconds.
         with record_signals() if command in ("fit", "sweep") else nullcontext():
-            import_module(f"lit_diffusion.{COMMANDS[command][0]}").run(args)
+            import_command(command).run(args)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
@@ -116,9 +108,14 @@ def _use_shipped_config(arg: str) -> str:
     """An argument with the path of a config of the package, if it names one that is not here."""
     shipped = find_shipped_config(arg)
     if shipped is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        path = shipped.rpartition("=")[2]
-        print(f"lit-diffusion: no configs folder here; reads {path}", file=sys.stderr)
+        here, path = (each.rpartition("=")[2] for each in (arg, shipped))
+        print(f"lit-diffusion reads {path}, because there is no {here} here.", file=sys.stderr)
     return shipped or arg
+
+
+def import_command(name: str) -> ModuleType:
+    """Import the module of a command."""
+    return import_module(f"lit_diffusion.{COMMANDS[name][0]}")
 
 
 def _stdout_is_closed() -> bool:
@@ -130,18 +127,23 @@ def _stdout_is_closed() -> bool:
 
 def usage() -> str:
     """The text of `lit-diffusion --help`."""
-    lines = "\n".join(f"  {name:<16}{text}" for name, (_, text) in COMMANDS.items())
-    return f"""usage: lit-diffusion COMMAND [options]    (lit-diffusion COMMAND --help says which)
+    lines = "\n".join(f"  {name:<17}{text}" for name, (_, text) in COMMANDS.items())
+    return f"""usage: lit-diffusion COMMAND [options]
 
-Train diffusion models, score them and sample from them.
+Train diffusion models, sample from them and score them.
 
+commands:
 {lines}
 
-  lit-diffusion fit --config configs/digits.yaml
-  lit-diffusion fit --config configs/digits.yaml --ckpt_path=last --trainer.max_steps=4000
-  lit-diffusion sample --checkpoint runs/digits --num 64 --out samples
+options:
+  -h, --help       show this help; lit-diffusion COMMAND --help shows that of a command
+  -V, --version    show the version
+  --debug          show the traceback of an error, as does {DEBUG}=1
 
-With --debug, or {DEBUG}=1, a mistake is reported with its traceback."""
+examples:
+  lit-diffusion fit --config configs/digits.yaml
+  lit-diffusion sample --checkpoint runs/digits --num 64 --out samples
+  lit-diffusion init flowers --images photos/flowers --size 64"""
 
 
 def _report(command: str, error: Exception, debug: bool) -> int:
@@ -153,8 +155,9 @@ def _report(command: str, error: Exception, debug: bool) -> int:
     if len(message) > 3500:
         message = f"{message[:3500]} [...] {message[-500:]}"
     if is_out_of_memory(error):
-        message = f"there is not enough memory for what is asked; ask for less ({message})."
-    print(f"lit-diffusion {command}: {message}", file=sys.stderr)
+        message = f"not enough memory; use a smaller batch, image or network ({message})."
+    name = paint(f"lit-diffusion {command}:", RED, sys.stderr)
+    print(f"{name} {message}", file=sys.stderr)
     is_mistake = (
         isinstance(error, ValueError | TypeError | OSError | ModuleNotFoundError)
         or type(error).__name__ == "MisconfigurationException"

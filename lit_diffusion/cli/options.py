@@ -1,6 +1,6 @@
 """The parser and the options that several commands share.
 
-Heavy imports are inside functions, so that `--help` of every command is fast.
+Imports of torch are inside functions, because they take seconds and `--help` needs none of them.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lit_diffusion.cli.terminal import paint_help
 from lit_diffusion.config.messages import explain_parse_error
 
 if TYPE_CHECKING:
@@ -25,16 +26,20 @@ STRENGTH = 0.6
 SPLITS = ("train", "val", "test")
 """Splits of a data module that --reference may name."""
 
-
 FLOAT32_PRECISIONS = ("ieee", "tf32")
-FLOAT32_PRECISION_HELP = """on a GPU, float32 in matrix products and convolutions: ieee, or faster
-        tf32 of 10 bits (default: ieee in products, tf32 in convolutions, as in torch)"""
+FLOAT32_PRECISION_HELP = """precision of float32 products on a GPU: ieee, or tf32, which has 10 bits
+        and is faster (default of torch: ieee for matrices, tf32 for convolutions)"""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a ValueError of one line, for `cli.main` to print.
+    """An argument parser that raises a ValueError of one line, which `cli.main` prints.
 
-    Options of `add_rare` are listed by `--help all` alone.
+    `--help` lists the options of `add_argument`, `--help all` those of `add_rare` too.
+
+    Args:
+        command: words after `lit-diffusion`.
+        description: text of `--help`; its lines are not rewrapped.
+        add_help: whether to add the option `--help`.
     """
 
     def __init__(self, command: str, description: str = "", add_help: bool = True) -> None:
@@ -51,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, os.path.expanduser)
         if add_help:
             add, default = self.add_argument, argparse.SUPPRESS
-            text = "show this and exit"
+            text = "show this help; --help all: with every option"
             add("-h", "--help", nargs="?", metavar="all", action=_Help, default=default, help=text)
         # An argument that starts like a negative number is a value: -1,2 is a list of labels.
         self._negative_number_matcher = re.compile(r"-\.?\d")
@@ -65,10 +70,15 @@ class Parser(argparse.ArgumentParser):
         """Add an option that few users need, with the arguments of `add_argument`."""
         self.rare.append(self.add_argument(*names, **kwargs))
 
+    @property
+    def option_names(self) -> list[str]:
+        """Names of all options, such as "--num"."""
+        names = [name for action in self.actions for name in action.option_strings]
+        return [name for name in names if name.startswith("--")]
+
     def parse_known_args(self, args: Any, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse as argparse does; - and _ are alike in the names of options."""
-        options = [name for action in self.actions for name in action.option_strings]
-        spellings = {name.replace("-", "_"): name for name in options if name[:2] == "--"}
+        """Parse as argparse does; names of options may have - or _."""
+        spellings = {name.replace("-", "_"): name for name in self.option_names}
         words = []
         for word in args:
             name, equals, value = word.partition("=")
@@ -78,9 +88,9 @@ class Parser(argparse.ArgumentParser):
     def parse_prefixed(
         self, argv: Sequence[str], *prefixes: str
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse `argv`, and collect the options NAME=VALUE or NAME VALUE with one of the prefixes.
+        """Parse `argv`; return unknown options too if their names have one of the prefixes.
 
-        An unknown option or word is reported before a missing option.
+        Any other unknown option is an error, which is reported before a missing option.
         """
         missing: ValueError | None = None
         try:
@@ -101,9 +111,17 @@ class Parser(argparse.ArgumentParser):
         """Parse the options of this parser, and no others."""
         return self.parse_prefixed(args)[0]
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help, with required arguments alone in its first line."""
+        needed = [a for a in self.actions if a.required]
+        words = [f"{a.option_strings[-1]} {a.metavar}" for a in needed if a.option_strings]
+        words += [str(a.metavar) for a in needed if not a.option_strings]
+        self.usage = " ".join([self.prog, *words, "[options]"])
+        print(paint_help(self.format_help(), sys.stdout), end="")
+
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError instead of printing the usage."""
-        options = re.findall(r"--([\w.-]+)", self.format_usage())
+        options = [name.removeprefix("--") for name in self.option_names]
         raise ValueError(explain_parse_error(ValueError(message), options))
 
 
@@ -121,7 +139,7 @@ class _Help(argparse.Action):
         if parser.rare and values != "all":
             for action in parser.rare:
                 action.help = argparse.SUPPRESS
-            parser.epilog = f"{len(parser.rare)} more options: {parser.prog} --help all"
+            parser.epilog = f"`{parser.prog} --help all` lists {len(parser.rare)} more options."
         parser.print_help()
         parser.exit()
 
@@ -130,7 +148,7 @@ class _Help(argparse.Action):
 class SamplingOptions:
     """How to generate images: the options of `add_checkpoint` and `add_sampling`.
 
-    None uses the setting of the checkpoint. `solver_options` are options --solver.NAME=VALUE.
+    None means the setting of the checkpoint. `solver_options` are options --solver.NAME=VALUE.
     Without a checkpoint, existing images are read in batches of `batch_size`.
 
     Raises:
@@ -162,30 +180,38 @@ class SamplingOptions:
         if self.batch_size < 1:
             raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}.")
         if self.prompt and self.labels is not None:
-            raise ValueError("give --labels or --prompt, not both.")
+            raise ValueError("--labels and --prompt exclude each other; leave one out.")
         if self.steps is not None and any("--solver.steps" in o for o in self.solver_options):
-            raise ValueError("give --steps or --solver.steps, not both.")
+            raise ValueError("--steps and --solver.steps set the same; leave one out.")
         self._check_guidance()
         if self.init is None and (self.mask or self.strength is not None):
-            raise ValueError("--mask and --strength need --init, an image or a folder of them.")
+            raise ValueError("--mask and --strength need --init, an image or a folder of images.")
         if self.mask and self.strength is not None:
-            raise ValueError("give --strength, or --mask, not both.")
+            raise ValueError("--mask and --strength exclude each other; leave one out.")
         if self.mask and (self.solver or self.solver_options):
             raise ValueError(
-                "--mask fills in by RePaint, on the steps and times of the checkpoint's own "
-                "solver; leave out --solver. --steps may be given."
+                "--mask uses RePaint with the steps and times of the checkpoint's own solver; "
+                "leave out --solver, and set --steps if needed."
             )
 
     def _check_guidance(self) -> None:
         if self.weaker and self.classifier:
-            raise ValueError("give --weaker or --classifier, not both.")
+            raise ValueError("--weaker and --classifier exclude each other; leave one out.")
         if self.guidance_rescale and (self.weaker or self.classifier):
-            raise ValueError("--guidance_rescale goes with classifier-free --guidance alone.")
+            raise ValueError(
+                "--guidance_rescale applies to classifier-free guidance; leave out it, --weaker "
+                "or --classifier."
+            )
         if self.guidance_interval and self.classifier:
-            raise ValueError("--guidance_interval goes with --guidance or --weaker.")
+            raise ValueError(
+                "--guidance_interval applies to --guidance and --weaker; leave out it or "
+                "--classifier."
+            )
         has_scale = self.guidance is not None or self.weaker or self.classifier
         if self.changes_guidance and not has_scale:
-            raise ValueError("--guidance_interval and --guidance_rescale need --guidance S.")
+            raise ValueError(
+                "--guidance_interval and --guidance_rescale need --guidance S; add it."
+            )
 
     @property
     def changes_solver(self) -> bool:
@@ -201,10 +227,10 @@ class SamplingOptions:
 
 @contextmanager
 def import_heavy() -> Iterator[None]:
-    """Context for the imports of torch and Lightning: the garbage collector never visits them.
+    """Context for imports of torch and Lightning whose objects the garbage collector skips.
 
-    They create 600,000 objects, most of which live until the process ends. Collections among them,
-    in the context and at exit, would be a third of the CPU time of `sample --num 1`.
+    The imports create 600,000 objects, most of which live until the process ends. Collections that
+    visit them would take a third of the CPU time of `sample --num 1`.
     """
     if "torch" in sys.modules:  # the command was called from Python, whose objects may be garbage
         yield
@@ -229,7 +255,8 @@ def require_lab() -> None:
         import scipy  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error.name} is not installed; in lit-diffusion's folder: pip install -e '.[lab]'"
+            f"{error.name} is not installed; run pip install 'lit-diffusion[lab]', or "
+            "pip install -e '.[lab]' in a checkout."
         ) from error
 
 
@@ -237,7 +264,7 @@ def check_exists(what: str, *paths: str | None) -> None:
     """Check that the paths of an option exist, before torch is imported.
 
     Raises:
-        FileNotFoundError: if one does not; `what` it should be is in the message.
+        FileNotFoundError: if one does not. The message says `what` it should be.
     """
     for path in paths:
         if path is not None and not os.path.exists(path):
@@ -246,14 +273,14 @@ def check_exists(what: str, *paths: str | None) -> None:
 
 
 def parse_sampling(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse with a parser that has `add_sampling`; collects --solver.NAME in `solver_options`."""
+    """Parse options of `add_sampling`; options --solver.NAME are in `solver_options`."""
     args, others = parser.parse_prefixed(argv, "--solver.")
     args.solver_options = tuple(others)
     return args
 
 
 def sampling_options(args: argparse.Namespace) -> SamplingOptions:
-    """Convert the result of `parse_sampling` to `SamplingOptions`."""
+    """The `SamplingOptions` in the result of `parse_sampling`."""
     values: dict[str, Any] = {
         each.name: getattr(args, each.name) for each in fields(SamplingOptions)
     }
@@ -265,75 +292,76 @@ def sampling_options(args: argparse.Namespace) -> SamplingOptions:
 def add_checkpoint(parser: Parser, required: bool) -> None:
     """Add --checkpoint, --weights and --trust."""
     add = parser.add_argument
-    text = "checkpoint file, or run folder: its checkpoints/last.ckpt"
+    text = "checkpoint file, or run folder, whose checkpoints/last.ckpt is read"
     add("--checkpoint", required=required, metavar="C", help=text)
-    text = """ema: the average (default); ema_<decay> or power_<width>: one of several averages;
-        raw: the weights as trained"""
+    text = """ema: EMA weights (default); ema_<decay> or power_<width>: those of one of several
+        averages; raw: weights as trained"""
     add("--weights", default="ema", metavar="W", help=text)
     add_trust(parser, "the checkpoint")
 
 
 def add_trust(parser: Parser, file: str) -> None:
-    """Add --trust, for what `file` names."""
-    text = f"""package whose code class paths in {file} may import, or folder, with a /, that its
-        codec may read; may be repeated"""
+    """Add --trust, for the packages and folders that `file` names."""
+    text = f"""package that class paths in {file} may import, or folder, ending in /, that its codec
+        may read; repeat it for several"""
     parser.add_rare("--trust", action="append", default=[], metavar="NAME", help=text)
 
 
 def add_data(parser: Parser) -> None:
     """Add --data, configs that name the data to read."""
-    text = """config whose data: is read, in place of the config of the checkpoint's run folder;
-        needed for a checkpoint that is in no run folder; may be repeated, as --config of fit"""
+    text = """config whose data are read instead of those of the run; needed for a checkpoint
+        outside of a run folder; repeat it to merge several"""
     parser.add_rare("--data", action="append", metavar="CONFIG", help=text)
 
 
 def add_device(parser: Parser) -> None:
     """Add --device."""
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    parser.add_argument(
+        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda, else cpu)"
+    )
 
 
 def add_sampling(parser: Parser) -> None:
     """Add options that change how the checkpoint generates images."""
-    add = parser.add_argument
-    text = """classes by number or name, repeated in turn; -1 is no class (default: seed modulo the
-        number of classes)"""
+    add, rare = parser.add_argument, parser.add_rare
+    text = """numbers or names of classes, repeated in turn; -1 is no class (default: seed modulo
+        the number of classes)"""
     add("--labels", metavar="0,1,2", help=text)
-    text = """text that the images show, for a model of texts; repeat the option for several in
-        turn; '' is no text"""
+    text = """text that the images show, for a model with text conditioning; '' is no text; repeat
+        the option for several texts, used in turn"""
     add("--prompt", action="append", type=str, metavar="TEXT", help=text)
-    text = (
-        "number of solver steps (default: as in the checkpoint); Heun has two evaluations in each"
-    )
+    text = "solver steps (default: as in the checkpoint); a step of Heun calls the network twice"
     add("--steps", type=integer, metavar="N", help=text)
-    text = """another solver: DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC, ..., or a class path; its
-        arguments as YAML, or as --solver.NAME=VALUE"""
+    text = """solver: DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC, ..., or a class path; set its
+        arguments by --solver.NAME=VALUE"""
     add("--solver", metavar="S", help=text)
     text = "scale of classifier-free guidance; 1 is unguided (default: as in the checkpoint)"
     add("--guidance", type=number, metavar="S", help=text)
-    text = "guide only between these noise levels sigma / alpha (default: at all)"
-    parser.add_rare("--guidance_interval", type=_two_numbers, metavar="LOW,HIGH", help=text)
+    text = "guide only between these noise levels sigma / alpha (default: everywhere)"
+    rare("--guidance_interval", type=_two_numbers, metavar="LOW,HIGH", help=text)
     text = "0 to 1: how far guided images get the contrast of unguided ones (default 0; usual 0.7)"
-    parser.add_rare("--guidance_rescale", type=number, default=0.0, metavar="R", help=text)
-    text = "guide away from this weaker checkpoint, by --guidance S (default 2); W as for --weights"
-    parser.add_rare("--weaker", metavar="C[:W]", help=text)
-    text = "guide by this checkpoint of a NoisyClassifier, with --guidance S (default 1)"
-    parser.add_rare("--classifier", metavar="C[:W]", help=text)
+    rare("--guidance_rescale", type=number, default=0.0, metavar="R", help=text)
+    text = "autoguidance by a weaker checkpoint with --guidance S (default 2); W as for --weights"
+    rare("--weaker", metavar="C[:W]", help=text)
+    text = "guide by the checkpoint of a NoisyClassifier with --guidance S (default 1)"
+    rare("--classifier", metavar="C[:W]", help=text)
     text = "image, or folder of PNG files, to start from instead of noise"
     add("--init", metavar="P", help=text)
-    text = f"share of the solver's steps taken from --init: above 0, at most 1 (default {STRENGTH})"
-    parser.add_rare("--strength", type=number, metavar="R", help=text)
-    text = "grey image, lighter than half where --init is kept; the rest is generated to fit"
-    parser.add_rare("--mask", metavar="PNG", help=text)
-    text = "seed of the first image, then one more each (default 0)"
-    add("--seed", type=integer, default=0, help=text)
-    text = "images at a time (default 64)"
-    parser.add_rare("--batch-size", type=integer, default=64, metavar="B", help=text)
+    text = f"fraction of solver steps applied to --init, in (0, 1] (default {STRENGTH})"
+    rare("--strength", type=number, metavar="R", help=text)
+    text = "grayscale image: where it is lighter than half, --init is kept; the rest is filled in"
+    rare("--mask", metavar="PNG", help=text)
+    text = "seed of the first image; each further image has the next seed (default 0)"
+    add("--seed", type=integer, default=0, metavar="N", help=text)
+    rare(
+        "--batch-size", type=integer, default=64, metavar="B", help="images per batch (default 64)"
+    )
     add_device(parser)
-    parser.add_rare("--float32_precision", choices=FLOAT32_PRECISIONS, help=FLOAT32_PRECISION_HELP)
+    rare("--float32_precision", choices=FLOAT32_PRECISIONS, help=FLOAT32_PRECISION_HELP)
 
 
 def integer(text: str) -> int:
-    """An integer that torch and numpy can hold."""
+    """Parse an integer of 64 bits, which torch and NumPy can hold."""
     value = int(text)
     if not -(2**63) <= value < 2**63:
         raise argparse.ArgumentTypeError(f"must be an integer of 64 bits, got {text}")
@@ -341,7 +369,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """A finite number."""
+    """Parse a finite number."""
     value = float(text)
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
@@ -349,7 +377,7 @@ def number(text: str) -> float:
 
 
 def integers(text: str) -> list[int]:
-    """Comma-separated integers."""
+    """Parse comma-separated integers."""
     try:
         return [integer(part) for part in text.split(",")]
     except ValueError:
@@ -357,7 +385,7 @@ def integers(text: str) -> list[int]:
 
 
 def numbers(text: str) -> list[float]:
-    """Comma-separated numbers."""
+    """Parse comma-separated numbers."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -373,10 +401,10 @@ def _two_numbers(text: str) -> tuple[float, float]:
 
 
 def set_float32_precision(name: str | None) -> None:
-    """Set how CUDA computes matrix products and convolutions of float32; None changes nothing.
+    """Set the precision of float32 matrix products and convolutions on CUDA.
 
     Args:
-        name: "ieee", or "tf32", which is faster and has 10 bits of precision instead of 23.
+        name: "ieee" (23 bits), "tf32" (10 bits, faster), or None, which changes nothing.
     """
     import torch
 
@@ -386,10 +414,11 @@ def set_float32_precision(name: str | None) -> None:
 
 
 def usable_device(name: str | None) -> "torch.device":
-    """The device of --device, after a check that this machine has it.
+    """The device that --device names, which this machine has.
 
     Args:
-        name: "cpu", "cuda", "cuda:1", ...; None for the GPU of this process, else the CPU.
+        name: "cpu", "cuda", "cuda:1", ...; None means the GPU of this process, or the CPU if there
+            is no GPU.
 
     Raises:
         ValueError: if the device is not available.
@@ -403,7 +432,8 @@ def usable_device(name: str | None) -> "torch.device":
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
         reason = str(error).split("\n")[0].rstrip(".")
-        raise ValueError(f"--device {name} cannot be used here: {reason}.") from error
+        fix = "try --device cpu"
+        raise ValueError(f"--device {name} cannot be used here: {reason}; {fix}.") from error
     if device.type == "meta":
-        raise ValueError("--device meta holds no numbers; use cpu, cuda or cuda:1.")
+        raise ValueError("--device meta cannot compute; use cpu, cuda or cuda:1.")
     return device

@@ -18,6 +18,7 @@ from lit_diffusion.callbacks.progress import PlainProgress, StepBar
 from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from lit_diffusion.cli.terminal import has_color, is_terminal
 
 
 def contains(callbacks: Sequence[Callback], kind: Any) -> bool:
@@ -33,7 +34,7 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
     if not contains(callbacks, RankWatch):
         callbacks.insert(0, RankWatch())
     if shows_progress and not contains(callbacks, ProgressBar):
-        callbacks.append(StepBar() if sys.stdout.isatty() else PlainProgress())
+        callbacks.append(ColoredStepBar() if is_terminal(sys.stdout) else PlainProgress())
     if not fits:
         callbacks.append(EndPredictions())
     elif not contains(callbacks, FiniteUpdates):
@@ -82,6 +83,16 @@ def skip_empty_hooks(callbacks: Iterable[Callback]) -> None:
         for name in _STEP_HOOKS:
             if getattr(getattr(callback, name), "__func__", None) is getattr(Callback, name):
                 vars(callback)[name] = None  # also of a frozen dataclass
+
+
+class ColoredStepBar(StepBar):
+    """A `StepBar` in color, unless NO_COLOR is set."""
+
+    def init_train_tqdm(self) -> Any:
+        """Create the bar."""
+        bar = super().init_train_tqdm()
+        bar.colour = "cyan" if has_color(sys.stdout) else None
+        return bar
 
 
 class EndPredictions(Callback):

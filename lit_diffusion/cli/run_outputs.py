@@ -2,6 +2,7 @@
 
 import shlex
 import signal
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_folder import Request, next_config
+from lit_diffusion.cli.terminal import BOLD, paint
 from lit_diffusion.files import atomic_write_text, is_checkpoint
 from lit_diffusion.metrics.evaluation_record import count_training_images, is_repeat
 
@@ -90,7 +92,9 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
         command += [f"--trust={package}" for package in request.trust]
         rows.append(("sample", shlex.join([*command, "--num", "64", "--out", f"{root}/out"])))
     width = max(len(name) for name, _ in rows) + 2
-    return "\n" + "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+    return "\n" + "\n".join(
+        f"{paint(f'{name:<{width}}', BOLD, sys.stderr)}{text}" for name, text in rows
+    )
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -47,17 +47,23 @@ def test_options_of_sampling():
     [
         ("--batch-size 0", "--batch-size must be at least 1, got 0."),
         ("--solver.steps 3 --foo 3", "there is no option 'foo'"),
-        ("--solver.steps 3 --steps 4", "give --steps or --solver.steps, not both"),
-        ("--labels 1 --prompt a", "give --labels or --prompt, not both"),
+        ("--solver.steps 3 --steps 4", "--steps and --solver.steps set the same; leave one out."),
+        ("--labels 1 --prompt a", "--labels and --prompt exclude each other; leave one out."),
         ("--guidance nan", "--guidance: must be a finite number, got nan"),
         (f"--seed {2**63}", "--seed: must be an integer of 64 bits, got 9223372036854775808"),
-        ("--guidance_interval 1,2", "need --guidance S."),
+        ("--guidance_interval 1,2", "need --guidance S; add it."),
         ("--guidance 2 --guidance_interval 2", "must be two numbers, LOW,HIGH, got '2'"),
-        ("--weaker run --classifier run", "give --weaker or --classifier, not both."),
-        ("--weaker run --guidance_rescale 0.7", "goes with classifier-free --guidance alone."),
-        ("--classifier run --guidance_interval 1,2", "goes with --guidance or --weaker."),
+        (
+            "--weaker run --classifier run",
+            "--weaker and --classifier exclude each other; leave one out.",
+        ),
+        ("--weaker run --guidance_rescale 0.7", "applies to classifier-free guidance;"),
+        ("--classifier run --guidance_interval 1,2", "applies to --guidance and --weaker;"),
         ("--strength 0.5", "--mask and --strength need --init"),
-        ("--init run --strength 0.5 --mask m.png", "give --strength, or --mask, not both."),
+        (
+            "--init run --strength 0.5 --mask m.png",
+            "--mask and --strength exclude each other; leave one out.",
+        ),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options, message):

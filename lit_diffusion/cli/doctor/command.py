@@ -2,11 +2,13 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from itertools import takewhile
 
 from lit_diffusion.cli.options import Parser, import_heavy
+from lit_diffusion.cli.terminal import GREEN, RED, YELLOW, paint
 
 _DESCRIPTION = """Report what would go wrong with a long run, before it is started.
 
@@ -44,6 +46,13 @@ def run(argv: Sequence[str]) -> None:
             findings = list(examine(options))
     finally:
         logging.disable(logging.NOTSET)
-    print(report(findings))
+    styles = {"problem": RED, "warning": YELLOW, "OK": GREEN}
+    for line in report(findings).splitlines():
+        level = line.partition(" ")[0]
+        print(
+            paint(level, styles[level], sys.stdout) + line[len(level) :]
+            if level in styles
+            else line
+        )
     if any(finding.level is Level.PROBLEM for finding in findings):
         raise SystemExit(2)

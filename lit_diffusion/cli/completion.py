@@ -1,0 +1,161 @@
+"""`lit-diffusion completion`: completion of commands, options and settings in a shell.
+
+The shell calls `lit-diffusion completion --line TEXT` at each TAB. This imports neither torch nor
+jsonargparse, so it is as fast as `--help`. A static script, as shtab writes, could not complete the
+settings of a config that is named on the line.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from lit_diffusion.cli.fit import OPTIONS, trainer_arguments
+from lit_diffusion.cli.main import COMMANDS, import_command
+from lit_diffusion.cli.options import Parser
+from lit_diffusion.config.shipped import find_shipped_config
+from lit_diffusion.config.yaml_file import read_yaml
+
+SUBCOMMANDS = {
+    "analyze": ("consistency", "hessian", "interpolate", "landscape"),
+    "convert": ("export", "import"),
+}
+WITH_SETTINGS = ("fit", "validate", "test", "predict", "doctor", "sweep", "train-extractor")
+"""Commands that take settings of a config as options."""
+
+SCRIPTS = {
+    "bash": r"""_lit_diffusion() {
+    local IFS=$'\n'
+    COMPREPLY=($(lit-diffusion completion --line "${COMP_LINE:0:COMP_POINT}" 2>/dev/null))
+    [[ ${COMPREPLY[0]} == *[.=] ]] && compopt -o nospace
+}
+complete -o default -F _lit_diffusion lit-diffusion""",
+    "zsh": r"""_lit_diffusion() {
+    local -a found
+    found=(${(f)"$(lit-diffusion completion --line "$LBUFFER" 2>/dev/null)"})
+    compset -P '*='
+    (( $#found )) || { _files; return }
+    compadd -S '' -- ${(M)found:#*[.=]}
+    compadd -- ${found:#*[.=]}
+}
+compdef _lit_diffusion lit-diffusion""",
+    "fish": r"""function __lit_diffusion
+    lit-diffusion completion --line (commandline -cp) 2>/dev/null
+end
+complete -c lit-diffusion -a '(__lit_diffusion)'""",
+}
+"""Shell -> script. Without candidates, the shells complete names of files."""
+
+
+def build_parser() -> Parser:
+    """Options of the command."""
+    parser = Parser(
+        "completion",
+        """Print a script that completes commands, options and settings of configs at TAB.
+
+    eval "$(lit-diffusion completion bash)"              # in ~/.bashrc
+    eval "$(lit-diffusion completion zsh)"               # in ~/.zshrc, after compinit
+    lit-diffusion completion fish | source               # in ~/.config/fish/config.fish""",
+    )
+    parser.add_argument("shell", nargs="?", choices=[*SCRIPTS], metavar="bash|zsh|fish")
+    text = "print the candidates for the last word of this command line, as the scripts do"
+    parser.add_rare("--line", metavar="TEXT", help=text)
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command: "completion", then options.
+
+    Raises:
+        ValueError: without a shell.
+    """
+    args = build_parser().parse_args(argv[1:])
+    if args.line is not None:
+        print("\n".join(complete(args.line)))
+    elif args.shell is None:
+        raise ValueError(f"needs a shell: {', '.join(SCRIPTS)}.")
+    else:
+        print(SCRIPTS[args.shell])
+
+
+def complete(line: str) -> list[str]:
+    """Candidates for the last word of a command line; none where a file is expected.
+
+    Names of settings are completed up to the next dot, and end with "=".
+
+    Example:
+        >>> complete("lit-diffusion fet")
+        ['fetch-weights']
+        >>> complete("lit-diffusion fit --trainer.max_st")
+        ['--trainer.max_steps=']
+    """
+    *before, word = line.split()[1:] + [""] * line.endswith(" ")
+    if not before:
+        candidates = [*COMMANDS, "--help", "--version"]
+    elif before[0] not in COMMANDS:
+        return []
+    elif len(before) == 1 and before[0] in SUBCOMMANDS:
+        candidates = [*SUBCOMMANDS[before[0]], "--help"]
+    elif word.startswith("-") and "=" not in word:
+        candidates = [_next_part(name, word) for name in _options(before)]
+    else:
+        option, equals, value = word.rpartition("=")
+        word = value
+        candidates = _choices(before, option if equals else before[-1])
+    return sorted({name for name in candidates if name.startswith(word)})
+
+
+def _next_part(name: str, prefix: str) -> str:
+    """The name of an option, up to the first dot after the prefix."""
+    end = name.find(".", len(prefix))
+    return name if end < 0 else name[: end + 1]
+
+
+def _options(words: Sequence[str]) -> Iterator[str]:
+    """Names of the options and settings that may follow the words of a command line."""
+    if words[0] in WITH_SETTINGS:
+        yield from (f"--{name}" for name in OPTIONS if name not in ("model", "data", "trainer"))
+        yield from (f"--trainer.{name}=" for name in trainer_arguments())
+        for file in (word.rpartition("=")[2] for word in words if word.endswith(".yaml")):
+            with suppress(OSError, ValueError):
+                yield from _settings(
+                    read_yaml(find_shipped_config(file) or os.path.expanduser(file))
+                )
+    if (parser := _parser(words)) is not None:
+        yield from parser.option_names
+
+
+def _settings(value: Any, name: str = "") -> Iterator[str]:
+    """Options for the settings of a config; callbacks go by the names of their classes."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            if key != "class_path":
+                is_transparent = key == "init_args"
+                yield from _settings(item, name if is_transparent else f"{name}.{key.rstrip('+')}")
+    elif isinstance(value, list) and name == ".trainer.callbacks":
+        for callback in value:
+            class_name = callback["class_path"].rpartition(".")[2]
+            yield from _settings(callback, f"{name}.{class_name}")
+    else:
+        yield f"--{name[1:]}="
+
+
+def _choices(words: Sequence[str], option: str) -> list[str]:
+    """Values of an option, or of positional arguments, that has a list of choices."""
+    parser = _parser(words)
+    actions = parser.actions if parser else []
+    is_option = option.startswith("-")
+    return [
+        choice
+        for action in actions
+        if (option in action.option_strings) or not (is_option or action.option_strings)
+        for choice in action.choices or ()
+    ]
+
+
+def _parser(words: Sequence[str]) -> Parser | None:
+    """The parser of a command; None for those of Lightning, which take seconds to build."""
+    module = import_command(words[0])
+    build = getattr(module, "build_parser", None) or getattr(module, "parser", None)
+    arguments = words[1:2] if words[0] in SUBCOMMANDS else []
+    return build(*arguments) if build else None

@@ -1,0 +1,199 @@
+"""`lit-diffusion init`: write a config and a README to train on a folder of images."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from lit_diffusion.cli.options import Parser, integer
+from lit_diffusion.config.shipped import shipped_configs
+from lit_diffusion.files import atomic_write_text, check_regular
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
+"""Names of image files, as in `data.image_folder`, whose import takes seconds."""
+
+OF_A_CLASS = " For images of the first class, with guidance, add `--labels 0 --guidance 2`."
+
+FID_NETWORK = "fid-network.safetensors"
+
+DEFAULT_METHOD = "velocity"
+"""The method of configs/folder-small.yaml."""
+
+HEADER = """\
+# A diffusion model of the images in {images}.
+#
+#   lit-diffusion fit --config {config}
+#
+# README.md says what to do next. The command line can change every setting, as in
+#   --trainer.max_steps=5000 --data.batch_size=16
+"""
+
+FID_OFF = """\
+    # FID scores the samples. First train its network, as README.md says. Then uncomment this:
+"""
+
+README = """\
+# A diffusion model of the images in {images}
+
+`config.yaml` holds the settings and says what they mean. Run these commands in {here}.
+
+Train. Ctrl-C saves a checkpoint and stops:
+
+    lit-diffusion fit --config {config}
+
+Every 500 steps, a grid of samples is written into `{run}/samples`.
+Training on a CPU is slow: images of 32x32 pixels take a quarter of the work of 64x64.
+
+Resume a run that was stopped, or raise `max_steps` of one that has ended:
+
+    lit-diffusion fit --config {config} --ckpt_path=last
+    lit-diffusion fit --config {config} --ckpt_path=last --trainer.max_steps=40000
+
+Generate 64 images.{of_a_class}
+
+    lit-diffusion sample --checkpoint {run} --num 64 --out {folder}/samples
+
+To score samples by FID during training, first train the network that FID needs. Then uncomment
+`FIDEvaluation` in `config.yaml`:
+
+    lit-diffusion train-extractor --config {config} --out {fid_network}
+
+Check the config for problems before a long run:
+
+    lit-diffusion doctor {config}
+
+If a GPU runs out of memory, halve `batch_size`. If samples stay blurred, train longer, or raise
+`model_channels` to 64 or 128.
+"""
+
+
+def build_parser() -> Parser:
+    """Options of the command."""
+    methods = sorted(file.stem for file in (shipped_configs() / "methods").glob("*.yaml"))
+    parser = Parser(
+        "init",
+        """Write DIR/config.yaml, with comments, and DIR/README.md, to train on a folder of images.
+
+    lit-diffusion init flowers --images photos/flowers --size 32
+    lit-diffusion fit --config flowers/config.yaml
+
+Images are cropped to squares of one size, and converted to RGB. If they are in a folder per class,
+as in photos/flowers/rose/1.jpg, the model learns the classes.""",
+    )
+    add = parser.add_argument
+    add("folder", metavar="DIR", help="folder for the config, the README and the run")
+    add("--images", metavar="PATH", help="folder of images (default: DIR/images)")
+    text = "pixels on each side, a multiple of 8 (default 64)"
+    add("--size", type=integer, default=64, metavar="N", help=text)
+    text = "auto (default): train on classes if there are class folders; none: ignore them"
+    add("--classes", choices=("auto", "none"), default="auto", metavar="C", help=text)
+    text = f"{', '.join(methods)}, or {DEFAULT_METHOD} (default): cosine betas, Min-SNR weights"
+    choices = (DEFAULT_METHOD, *methods)
+    add("--method", choices=choices, default=DEFAULT_METHOD, metavar="M", help=text)
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command: "init", then options.
+
+    Raises:
+        FileExistsError: if the folder has a config or a README already.
+        FileNotFoundError: if there is no folder of images.
+        ValueError: for a wrong size, or a folder with fewer than four images.
+    """
+    args = build_parser().parse_args(argv[1:])
+    folder = Path(args.folder)
+    config, readme = folder / "config.yaml", folder / "README.md"
+    for file in (config, readme):
+        if file.exists():
+            raise FileExistsError(f"{file} exists already; name another folder, or move it away.")
+    if args.size < 16 or args.size % 8:
+        raise ValueError(f"--size must be a multiple of 8 and at least 16, got {args.size}.")
+    images = Path(args.images or folder / "images").expanduser().absolute()
+    num, classes = count_images(images)
+    classes = [] if args.classes == "none" else classes
+    settings = build_config(images, folder.absolute(), num, args.size, bool(classes), args.method)
+    paths = {"config": config, "folder": folder, "run": folder / "run"}
+    names = {name: shlex.quote(str(path)) for name, path in paths.items()}
+    names |= {"images": str(images), "here": str(Path.cwd())}
+    names |= {"fid_network": f"{names['folder']}/{FID_NETWORK}"}
+    names |= {"of_a_class": OF_A_CLASS if classes else ""}
+    folder.mkdir(parents=True, exist_ok=True)
+    atomic_write_text(config, HEADER.format(**names) + settings)
+    atomic_write_text(readme, README.format(**names))
+    kinds = f"{len(classes)} classes" if classes else "no classes"
+    print(f"{config} and {readme} are written, for {num} images with {kinds}. To train:\n")
+    print(f"  lit-diffusion fit --config {names['config']}")
+
+
+def count_images(root: Path) -> tuple[int, list[str]]:
+    """Number of image files below a folder, and the names of its class folders.
+
+    Raises:
+        FileNotFoundError: if the folder does not exist.
+        ValueError: if it has fewer than four images, of which two are held out.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(
+            f"--images: there is no folder {root}; put images there, or name another folder."
+        )
+    num = sum(name.lower().endswith(EXTENSIONS) for name in _visible_files(root))
+    if num < 4:
+        extensions = ", ".join(EXTENSIONS)
+        raise ValueError(
+            f"--images: {root} must hold four images or more ({extensions}), got {num}."
+        )
+    return num, sorted(e.name for e in os.scandir(root) if e.is_dir() and e.name[0] != ".")
+
+
+def _visible_files(root: Path) -> Iterator[str]:
+    for _, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if name[0] != "."]
+        yield from (name for name in names if name[0] != ".")
+
+
+def build_config(
+    images: Path, folder: Path, num: int, size: int, has_classes: bool, method: str
+) -> str:
+    """The text of a config: configs/folder-small.yaml with other values, and its comments.
+
+    Args:
+        images: folder of the training images.
+        folder: folder of the config, in which `fit` creates the run folder.
+        num: number of images, of which up to 50 are held out.
+        size: pixels on each side of a crop.
+        has_classes: whether to train on class labels.
+        method: `DEFAULT_METHOD`, or the name of a file in configs/methods.
+    """
+    text = check_regular(shipped_configs() / "folder-small.yaml").read_text()
+    text = text[text.index("seed_everything:") :]
+    num_held_out = max(2, min(50, num // 10))
+    values = {
+        "  max_epochs: -1": f"  default_root_dir: {json.dumps(f'{folder}/run')}\n  max_epochs: -1",
+        "    val: 50": f"    train: {json.dumps(str(images))}\n    val: {num_held_out}",
+        "    image_size: 64": f"    image_size: {size}\n    strict: false  # convert others",
+        "    batch_size: 32": f"    batch_size: {min(32, num - num_held_out)}",
+        "        num: 36": "        num: 36\n        every_n_steps: 500",
+        "folder-cnn.safetensors": json.dumps(f"{folder}/{FID_NETWORK}"),
+    }
+    if not has_classes:
+        values |= {"    num_classes: data": "    num_classes: null"}
+        values |= {"    label_dropout: 0.1": "    label_dropout: 0.0"}
+    for old, new in values.items():
+        text = text.replace(old, new)
+    text = re.sub(
+        r"( +- class_path: \S+FIDEvaluation\n)(.*?)(?= +- )", _comment_out, text, flags=re.S
+    )
+    if method != DEFAULT_METHOD:
+        lines = check_regular(shipped_configs() / "methods" / f"{method}.yaml").read_text()
+        block = lines[lines.index("    process:") :]
+        text = re.sub(r"    process:.*?(?=    optimizer:)", lambda _: block, text, flags=re.S)
+    if "LearnedRange" in text:
+        text = text.replace("out_channels: 3", "out_channels: 6  # mean and variance")
+    return text
+
+
+def _comment_out(match: re.Match[str]) -> str:
+    return FID_OFF + re.sub(r"^    ", "    # ", match[0], flags=re.M)
