@@ -1,4 +1,4 @@
-"""How much samples of fixed seeds change between evaluations; needs no real images."""
+"""Measure how much the samples of fixed seeds change in training, without real images."""
 
 from typing import Any, cast
 
@@ -21,9 +21,9 @@ NAME = "val/consistency"
 class ConsistencyProbe(PeriodicEvaluation):
     """Logs `val/consistency`: mean PSNR in dB between current and previous samples of fixed seeds.
 
-    It rises as a run converges. It measures how much samples change, not how good they are. Uses
-    averaged weights if a callback provides them. Checkpoints contain the previous samples, so the
-    first measurement of a resumed run compares with them.
+    The PSNR rises as a run converges. It measures how much samples change, not how good they are.
+    Samples are generated with averaged weights if a callback provides them. Checkpoints contain the
+    previous samples, so a resumed run compares its first samples with those of the checkpoint.
 
     Args:
         num: number of samples, with the seeds 0, ..., num - 1.
@@ -31,8 +31,8 @@ class ConsistencyProbe(PeriodicEvaluation):
             of a fit.
 
     Raises:
-        ValueError: if `num` is below 1; at fit start, if the callback would never run.
-        TypeError: at fit start, for a module without `generate(seeds, labels=None)`.
+        ValueError: if `num` is below 1. At fit start, if the callback would never run.
+        TypeError: at fit start, if the module has no `generate(seeds, labels=None)`.
 
     Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 1, applied to
     two states of one run.

@@ -1,7 +1,8 @@
 """Curriculum timestep schedule (CLTS): a density of noise levels that changes in training.
 
-Densities are over u in [0, 1], the rank of a noise level (1 is the noisiest), as probabilities of
-equal bins. Bin i stands for its right edge u = (i + 1) / num_bins: the paper's t / T, t = 1..T.
+A noise level is given by its rank u in [0, 1], where 0 is the cleanest and 1 the noisiest. A
+density is a vector with the probabilities of equal bins of u. The probability of bin i is that of
+its right edge, u = (i + 1) / num_bins, which is the paper's t / T with t = 1, ..., T.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 4.2. The
 controls are not in the paper.
@@ -22,7 +23,7 @@ Normalize = Literal["truncate", "mix"]
 def clts_gamma(step: int, num_steps: int) -> float:
     """Progress of the curriculum after `step` optimizer steps: min(step / num_steps, 1).
 
-    Source: Eq. 8, clipped at 1, beyond which densities would be negative.
+    Source: Eq. 8. It is clipped at 1, because densities would be negative beyond.
 
     Example:
         >>> clts_gamma(0, 50_000), clts_gamma(25_000, 50_000), clts_gamma(500_000, 50_000)
@@ -30,8 +31,8 @@ def clts_gamma(step: int, num_steps: int) -> float:
     """
     if not 1 <= num_steps < inf:
         raise ValueError(
-            f"num_steps must be at least 1 optimizer step, got {num_steps}: pass how many the "
-            "change of the density takes, such as a tenth of the run."
+            f"num_steps must be at least 1 optimizer step, got {num_steps}: pass the number of "
+            "steps in which the density changes, such as a tenth of the run."
         )
     return min(step / num_steps, 1.0)
 
@@ -39,7 +40,15 @@ def clts_gamma(step: int, num_steps: int) -> float:
 def gaussian_log_density(
     mean: float, std: float, num_bins: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """(num_bins,) float64: log N(mean, std^2) at u, up to a constant: -(u - mean)^2 / 2 std^2."""
+    """Log density of N(mean, std^2) at each bin of u, without its constant.
+
+    Returns:
+        (num_bins,) float64, -(u - mean)^2 / (2 std^2) at u = 1 / num_bins, ..., 1.
+
+    Example:
+        >>> gaussian_log_density(mean=0.5, std=0.5, num_bins=4).tolist()
+        [-0.125, -0.0, -0.125, -0.5]
+    """
     if num_bins < 1:
         raise ValueError(f"num_bins must be at least 1, got {num_bins}.")
     if not 0 <= mean <= 1:
@@ -67,11 +76,12 @@ def clts_density(
         step: optimizer steps completed.
         num_steps: optimizer steps until only the Gaussian is left.
         mean: noise level u that is trained most, in [0, 1].
-        std: in units of u; 1.0 is the paper's sigma = T.
+        std: standard deviation of the Gaussian in units of u; 1.0 is the paper's sigma = T.
         num_bins: number of equal bins over [0, 1]; T gives the paper's density over t.
-        normalize: "truncate" normalizes the Gaussian on the bins before mixing, so that gamma is
-            its fraction of the samples. "mix" mixes the Gaussian of Eq. 7 as it is, of which only
-            38% lie in [0, 1] at the default, and normalizes the sum.
+        normalize: how the Gaussian and the uniform density are mixed. "truncate" normalizes the
+            Gaussian over the bins first, so that a fraction gamma of the samples comes from it.
+            "mix" adds the Gaussian of Eq. 7 unchanged and normalizes the sum. Only 38% of that
+            Gaussian lie in [0, 1] with the default mean and std.
         device: device of the result.
 
     Returns:
@@ -104,7 +114,7 @@ class _Curriculum(TimestepWriter):
     normalize: Normalize = "truncate"
 
     def __post_init__(self) -> None:
-        self.density_at(0)  # refuses bad arguments
+        self.density_at(0)  # raises an error for invalid arguments
 
     def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
         """`clts_density` with the arguments of this callback."""
@@ -113,7 +123,7 @@ class _Curriculum(TimestepWriter):
         )
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """gamma, and the distance of the density from uniform."""
+        """`clts/gamma`, and the total variation `clts/tv` between the density and uniform."""
         return {
             "clts/gamma": clts_gamma(step, self.num_steps),
             "clts/tv": total_variation(self.density_at(step, device)),
@@ -123,26 +133,30 @@ class _Curriculum(TimestepWriter):
 class TimestepCurriculum(_Curriculum):
     """CLTS: samples training times from a density that moves from uniform to a Gaussian.
 
-    Sets `timestep_density` = `clts_density(trainer.global_step, ...)` in each training batch. It is
-    equal on all ranks, and a resume is exact without any saved state. The loss is not reweighted,
-    so the objective changes. Logs `clts/gamma` and `clts/tv`, the distance from uniform: at most
-    0.028 at the default, which moves 3.5 of 128 samples.
+    In each training batch, the module's `timestep_density` is `clts_density` at
+    `trainer.global_step`. The density is equal on all ranks. It depends on the step alone, so a
+    resume is exact without saved state. The loss is not reweighted, so the objective changes.
 
-    Steps are `trainer.global_step`, which counts accumulated batches once and, in manual
-    optimization, every step of every optimizer.
+    Logs `clts/gamma`, the progress of the curriculum, and `clts/tv`, the total variation between
+    the density and the uniform one. With the default arguments, `clts/tv` is at most 0.028: 3.5 of
+    128 samples get another noise level.
+
+    `trainer.global_step` counts accumulated batches once. In manual optimization it counts every
+    step of every optimizer.
 
     Args:
         num_steps: optimizer steps until only the Gaussian is left. The paper reports 50,000 for
             CIFAR-10 and 300,000 for ImageNet-128.
         mean: noise level u that is trained most, in [0, 1].
-        std: width of the Gaussian in units of u; 1.0 is the paper's sigma = T.
+        std: standard deviation of the Gaussian in units of u; 1.0 is the paper's sigma = T.
         num_bins: number of equal bins over [0, 1]; T gives the paper's density over t.
-        normalize: "truncate" or "mix", how the Gaussian is mixed with uniform (`clts_density`).
+        normalize: how the Gaussian and the uniform density are mixed, "truncate" or "mix"; see
+            `clts_density`.
 
     Raises:
-        ValueError: bad arguments; at fit start, a module without `timestep_density` (see
-            `protocols.HasTimesteps`), or two callbacks that set it; at the first batch, a
-            `timestep_density` that something else has set.
+        ValueError: for invalid arguments. At fit start, if the module has no `timestep_density`
+            (see `protocols.HasTimesteps`), or if another callback sets it too. At the first batch,
+            if other code has set `timestep_density`.
 
     Source: Eq. 7 and 8 of "Why diffusion models are stable and how to make them faster" (2023).
 
@@ -159,10 +173,11 @@ class TimestepCurriculum(_Curriculum):
 
 
 class CurriculumWeight(_Curriculum):
-    """Control: CLTS as a weight num_bins * p on the loss, without a change of training times.
+    """Control of `TimestepCurriculum`: multiplies the loss by num_bins * p at unchanged times.
 
-    For uniform times, its expected gradients equal those of `TimestepCurriculum`; only their
-    variance differs. The arguments are those of `TimestepCurriculum`.
+    p is the CLTS density. If times are uniform, the expected gradients equal those of
+    `TimestepCurriculum`; only their variance differs. The arguments are those of
+    `TimestepCurriculum`.
 
     Example:
         >>> curriculum = CurriculumWeight(num_steps=100, num_bins=4)
@@ -179,11 +194,11 @@ class CurriculumWeight(_Curriculum):
 
 
 class ImportanceWeightedCurriculum(_Curriculum):
-    """Control: times from the CLTS density, with the weight 1 / (num_bins * p) on the loss.
+    """Control of `TimestepCurriculum`: CLTS times, with the loss divided by num_bins * p.
 
-    Its expected gradients equal those of uniform times, so any gain of CLTS over this control is
-    due to the changed objective. The arguments are those of `TimestepCurriculum`; the Gaussian must
-    be wide enough that every bin has a density above 0.
+    p is the CLTS density. The expected gradients equal those of uniform times. Any gain of CLTS
+    over this control is therefore due to the changed objective. The arguments are those of
+    `TimestepCurriculum`. The Gaussian must be wide enough that no bin has probability 0.
 
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)
@@ -197,8 +212,8 @@ class ImportanceWeightedCurriculum(_Curriculum):
     def __post_init__(self) -> None:
         if not self.density_at(self.num_steps).all():
             raise ValueError(
-                "importance weights need a density above 0 everywhere, and a Gaussian of std "
-                f"{self.std} at {self.mean} is 0 in some bins; use a larger std."
+                "importance weights need a density above 0 everywhere, and a Gaussian with std "
+                f"{self.std} and mean {self.mean} is 0 in some bins; use a larger std."
             )
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:

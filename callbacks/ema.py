@@ -1,8 +1,11 @@
 """Exponential moving averages of weights, stored apart from the raw weights.
 
-EMA saves {} in a checkpoint, or {"decays": [float], "steps": {name: int}, "shadows": [{name:
-Tensor}, ...]} with one shadow for each decay. Names are parameter names without the prefix of
-torch.compile.
+The state of `EMA` in a checkpoint is {} before the first update, and then
+
+    {"decays": [float, ...], "steps": {name: int}, "shadows": [{name: Tensor}, ...]}
+
+with one dictionary of averages per decay in "shadows". Names are parameter names without the prefix
+of torch.compile.
 """
 
 import math
@@ -49,10 +52,9 @@ RAW = "raw"
 
 
 def warmup_decay(decay: float, n: int) -> float:
-    """Decay of step n under warm-up: min(decay, (1 + n) / (10 + n)).
+    """Decay of the average at step n under warm-up: min(decay, (1 + n) / (10 + n)).
 
-    A small decay in early steps keeps the average of a short run from staying near its initial
-    weights.
+    The decay is small in early steps, so that the average soon forgets the initial weights.
 
     Source: TensorFlow's ExponentialMovingAverage with num_updates.
 
@@ -64,7 +66,12 @@ def warmup_decay(decay: float, n: int) -> float:
 
 
 def span_decay(decay: float, first: int, last: int, warmup: bool = False) -> float:
-    """Decay of one update for steps first, ..., last - 1: the product of their decays."""
+    """Decay of one update that stands for steps first, ..., last - 1: the product of their decays.
+
+    Example:
+        >>> span_decay(0.5, first=0, last=3)
+        0.125
+    """
     return math.prod(warmup_decay(decay, n) if warmup else decay for n in range(first, last))
 
 
@@ -75,17 +82,17 @@ def ema_update_(
     decay: float,
     found_inf: Tensor | None = None,
 ) -> None:
-    """shadow = decay * shadow + (1 - decay) * params, in place.
+    """Update averages in place: shadow = decay * shadow + (1 - decay) * params.
 
-    Computed by lerp, which leaves an average that equals the weights unchanged; the formula above
-    would drift by rounding. Each rank updates its part of split tensors. Parameters are copied to
-    the device and dtype of their averages first.
+    The update is computed by lerp. With lerp, an average that equals the weights stays exactly the
+    same, whereas the formula above would drift by rounding. Parameters are first copied to the
+    device and dtype of their averages. Of split tensors, each rank updates its own part.
 
     Args:
         shadow: the averages.
-        params: as many weights, of the same shapes.
-        decay: weight of the averages.
-        found_inf: () float; where it is 1 nothing changes. It is not read by the host.
+        params: the weights, one for each average and of the same shape.
+        decay: weight of the old averages, in [0, 1].
+        found_inf: () float on the device; nothing changes if it is 1. The host does not read it.
 
     Example:
         >>> shadow = [torch.zeros(2)]
@@ -102,7 +109,7 @@ def ema_update_(
 def _can_fuse(averages: list[Tensor], weights: list[Tensor]) -> bool:
     """Whether one fused kernel can update the averages.
 
-    It runs through memory whatever the strides are, on one device.
+    The kernel ignores strides, so they must agree, and it needs all tensors on one device.
     """
     return (
         {average.dtype for average in averages} == {torch.float32}
@@ -122,8 +129,8 @@ def _lerp_(
     """`ema_update_` of whole tensors whose devices and dtypes agree."""
     if found_inf is None:
         torch._foreach_lerp_(averages, weights, 1 - decay)
-    # Lerp as a step of SGD, with lr 1 - decay and gradient shadow - params. At decay 0 this formula
-    # would not copy the weights exactly; that of lerp, which changes at 0.5, does.
+    # A fused step of SGD with lr 1 - decay and gradient shadow - params computes the lerp. Below
+    # decay 0.5, torch's lerp uses another formula, which copies the weights exactly at decay 0.
     elif can_fuse and decay >= 0.5:
         torch._fused_sgd_(
             averages,
@@ -146,7 +153,16 @@ def _lerp_(
 
 @torch.no_grad()
 def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value into its target, in the target's dtype; split tensors part by part."""
+    """Copy each value into its target, cast to the target's dtype.
+
+    Of split tensors, each rank copies its own part.
+
+    Example:
+        >>> target = torch.zeros(2)
+        >>> overwrite_([target], [torch.ones(2, dtype=torch.float64)])
+        >>> target
+        tensor([1., 1.])
+    """
     torch._foreach_copy_([local_part(t) for t in targets], [local_part(v) for v in values])
 
 
@@ -154,7 +170,16 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
-    """Raise ValueError, with a clause for a longer message, if `state` is not a state of EMA."""
+    """Raise ValueError if `state` does not have the format of EMA's state.
+
+    The message is a clause, which callers put into a sentence of their own.
+
+    Example:
+        >>> check_averages({"decays": [0.9], "steps": {"w": 1}, "shadows": [{"w": torch.ones(2)}]})
+        >>> check_averages({"decays": [2.0], "steps": {}, "shadows": [{}]})
+        Traceback (most recent call last):
+        ValueError: its decays must be numbers in [0, 1), and are [2.0]
+    """
     if isinstance(state, dict) and not state:
         return
     if not (isinstance(state, dict) and {"decays", "steps", "shadows"} <= state.keys()):
@@ -196,20 +221,20 @@ def _is_dense_of_real_numbers(value: Any) -> bool:
 
 @dataclass
 class _Group:
-    """The averaged tensors of one optimizer, by name, and the number of its steps."""
+    """The averaged tensors of one optimizer by name, and its number of steps."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
-    skipped: Tensor | float = 0.0  # how many of these the device has skipped by itself
+    skipped: Tensor | float = 0.0  # number of these steps that the device has skipped by itself
     params: list[Tensor] = field(default_factory=list)  # all of the optimizer, at the last step
-    frozen: list[Tensor] = field(default_factory=list)  # those of them that need no gradient
-    # Weights, and averages of each decay, in the order of `tensors`; None after a change of these.
+    frozen: list[Tensor] = field(default_factory=list)  # those in `params` that need no gradient
+    # Weights, and averages by decay, in the order of `tensors`; None if `tensors` has changed.
     lists: tuple[list[Tensor], list[list[Tensor]]] | None = None
     is_uniform: bool = False  # whether `lists` agree in devices and dtypes, and none is split
     strides: list[tuple[int, ...]] | None = None  # of both `lists`; None if no kernel fuses them
 
     def has_changed(self, params: list[Tensor]) -> bool:
-        """Whether the optimizer got other parameters, or a frozen one is trained now."""
+        """Whether the optimizer has other parameters now, or trains one that was frozen."""
         is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
         return not is_same or any(param.requires_grad for param in self.frozen)
 
@@ -219,41 +244,47 @@ class EMA(pl.Callback):
 
     After each optimizer step: shadow = decay * shadow + (1 - decay) * weight.
 
-    - Averages each parameter under `prefix` that requires a gradient and belongs to an optimizer,
-      in float32 or wider. Shared parameters are averaged once; parameters that are unfrozen or
-      added later are averaged from then on. Each optimizer counts its own steps, so each network of
-      a GAN is averaged by the steps of its optimizer. Accumulated batches and steps skipped by a
-      GradScaler do not count.
-    - Weights split by ModelParallelStrategy are averaged part by part. Saves to one file
-      gather the averages on rank 0; all ranks must save and call `weights()` together.
-    - Validation, test and predict swap in the first decay, and swap the weights back afterwards.
-      Inside `weights(name)` they use those weights. Before the first update they use raw weights.
-    - `LightningModule.state_dict()`, and therefore every checkpoint, has the raw weights, even
-      while averages are swapped in; read averages from parameters or submodules. Checkpoints store
-      them under `checkpoint["callbacks"][ema.state_key]` (format: docstring of this file).
-    - On resume, these arguments override those of the checkpoint; a change of decays is printed.
-    - The averages belong to the module object. After replacing its weights by hand, use a new EMA,
+    - `EMA` averages each parameter under `prefix` that requires a gradient and belongs to an
+      optimizer, in float32 or wider. Shared parameters are averaged once. Parameters that are
+      unfrozen or added later are averaged from then on.
+    - Each optimizer counts its own steps, so each network of a GAN is averaged at the steps of its
+      own optimizer. Accumulated batches and steps that a GradScaler skips do not count.
+    - Validation, test and predict swap in the average of the first decay, and swap the raw weights
+      back afterwards. Inside `weights(name)` they use the named weights. Before the first update
+      they use the raw weights.
+    - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in, so
+      every checkpoint has the raw weights, too. Averages that are swapped in can be read from the
+      module's parameters. Checkpoints store all averages in
+      `checkpoint["callbacks"][ema.state_key]`; the docstring of this file describes the format.
+    - On resume, the arguments of this object override those of the checkpoint. If the decays
+      differ, a message is printed.
+    - The averages belong to the module object. If you replace its weights by hand, use a new EMA,
       or pass a `ckpt_path` to the Trainer.
-    - Using, saving or logging a non-finite average raises an error that names the parameter.
+    - An error that names the parameter is raised if a non-finite average is used, saved or logged.
+    - Under ModelParallelStrategy, each rank averages its own part of the weights. A save to one
+      file gathers the averages on rank 0. All ranks must save, and must call `weights()`, together.
 
     Args:
         decays: one or more decays per optimizer step, in [0, 1). 0.9999 has a half-life of 6,931
             steps.
         warmup: whether to limit the decay of step n to (1 + n) / (10 + n).
-        every_n_steps: optimizer steps between updates; an update uses the product of their decays.
-        prefix: submodule to average, such as "network"; "" for all. The prefixes of two EMA
-            callbacks must not contain each other.
-        start: number of initial optimizer steps in which the averages equal the weights; `warmup`
+        every_n_steps: optimizer steps between updates. Each update uses the product of the decays
+            of these steps.
+        prefix: submodule to average, such as "network"; "" for all. Two EMA callbacks must have
+            prefixes that do not contain each other.
+        start: number of initial optimizer steps in which the averages equal the weights. `warmup`
             counts from there.
         buffers: whether to average floating point buffers under `prefix` too, such as the running
-            statistics of BatchNorm. They are updated at the steps of the first optimizer with
-            averaged parameters. The vectors of spectral norm are not averaged.
-        on_cpu: whether to store the averages in CPU memory. Saves GPU memory but is slower, because
-            each update copies the weights.
+            statistics of BatchNorm. If the module has several optimizers, buffers are averaged at
+            the steps of the first one that trains averaged parameters. The vectors of spectral norm
+            are never averaged.
+        on_cpu: whether to store the averages in CPU memory. This saves GPU memory but is slower,
+            because each update copies the weights.
 
     Raises:
-        ValueError: bad arguments; at the start of a run, a prefix without parameters, overlapping
-            EMAs, an unsupported strategy, or a checkpoint whose averages do not fit.
+        ValueError: for invalid arguments. At the start of a run, if the prefix has no parameters,
+            if two EMAs overlap, if the strategy is not supported, or if the averages of the
+            checkpoint do not fit the module.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
 
@@ -332,8 +363,8 @@ class EMA(pl.Callback):
             raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
         if name != RAW and not (self._groups or self._idle_steps):
             raise RuntimeError(
-                f"EMA holds no averages, so there is no {name!r}: fit first, or give the Trainer a "
-                "checkpoint that was written with EMA."
+                f"EMA holds no averages yet, so there is no {name!r}: fit first, or give the "
+                "Trainer a checkpoint that was written with EMA."
             )
         previous = self._active
         try:
@@ -344,7 +375,7 @@ class EMA(pl.Callback):
 
     @torch.no_grad()
     def _activate(self, name: str) -> None:
-        """Swap in the named weights; `_activate(RAW)` also repairs an interrupted call."""
+        """Swap in the named weights; `_activate(RAW)` also undoes an interrupted call."""
         if name == self._active:
             return
         assert self._module is not None
@@ -394,8 +425,8 @@ class EMA(pl.Callback):
     def _refuse_averages_in_place(self) -> None:
         if self._active != RAW:
             raise RuntimeError(
-                f"The weights {self._active!r} are in place, and what is loaded or trained now "
-                "would be lost; leave EMA.weights() first."
+                f"The weights {self._active!r} are swapped in, so weights that are loaded or "
+                "trained now would be lost; leave EMA.weights() first."
             )
 
     # Averaging at optimizer steps
@@ -415,9 +446,9 @@ class EMA(pl.Callback):
             missing = [name for name in params if name not in stored]
             if from_checkpoint and missing:
                 raise ValueError(
-                    f"The checkpoint's EMA holds no average of the parameter {missing[0]!r}, which "
-                    "is trained now. Resume with the module that wrote it, or freeze the parameter "
-                    "until training has started."
+                    f"The checkpoint's EMA has no average of the parameter {missing[0]!r}, which "
+                    "is trained now. Resume with the module that wrote the checkpoint, or freeze "
+                    "the parameter until training has started."
                 )
             self._hooks += [
                 optimizer.register_step_pre_hook(partial(self._before_step, group)),
@@ -425,8 +456,8 @@ class EMA(pl.Callback):
             ]
         if not any(group.tensors for group in self._groups):
             pl.utilities.rank_zero_warn(
-                f"No optimizer holds a trainable parameter under EMA(prefix={self.prefix!r}) yet: "
-                "there is nothing to average until one does."
+                f"No optimizer has a trainable parameter under EMA(prefix={self.prefix!r}) yet, so "
+                "nothing is averaged until one has."
             )
 
     def _remove_hooks(self) -> None:
@@ -462,7 +493,8 @@ class EMA(pl.Callback):
             ):
                 raise ValueError(
                     f"The checkpoint's average of {name!r}, {value.dtype} {tuple(value.shape)}, "
-                    "fits no parameter of the module. Resume with the module that wrote it."
+                    "fits no parameter of the module. Resume with the module that wrote the "
+                    "checkpoint."
                 )
         self._idle_steps = {name: n for name, n in state["steps"].items() if name in averaged}
         for shadow, i in zip(self._shadows, self._match_decays(state["decays"]), strict=True):
@@ -471,9 +503,10 @@ class EMA(pl.Callback):
                 shadow[name] = self._copy_as_average(start, averaged[name])
 
     def _match_decays(self, stored: Sequence[float]) -> list[int | None]:
-        """Index of the stored average that each decay continues, or None; prints changes.
+        """For each decay, the index of the stored average to continue, or None; prints changes.
 
-        A decay continues the average of the same decay, else the next unmatched one, else none.
+        A decay continues the average of the same decay. If there is none, it continues the next
+        average without a match, if any is left.
         """
         matches: list[int | None] = []
         unclaimed = [i for i, decay in enumerate(stored) if decay not in self.decays]
@@ -520,7 +553,7 @@ class EMA(pl.Callback):
             each.lists = None
         for name, tensor in added.items():
             for each in self._groups:
-                each.tensors.pop(name, None)  # of a parameter that this one has replaced
+                each.tensors.pop(name, None)  # this parameter may have replaced one of its name
             group.tensors[name] = tensor
             if (steps := self._idle_steps.pop(name, None)) is None:
                 for shadow in self._shadows:
@@ -545,14 +578,15 @@ class EMA(pl.Callback):
         if not averaged:
             children = sorted({name.split(".")[0] for name in params})
             raise ValueError(
-                f"EMA(prefix={self.prefix!r}) fits no parameter; the module's are under {children}."
+                f"EMA(prefix={self.prefix!r}) matches no parameter; the module's parameters are "
+                f"under {children}."
             )
         return averaged | self._averaged_buffers()
 
     def _averaged_buffers(self) -> dict[str, Tensor]:
         """Floating point buffers in checkpoints, except masks of -inf and spectral norm vectors.
 
-        Those are unit vectors, whose averages would be shorter.
+        The vectors of spectral norm have norm 1, and their average would have a smaller one.
         """
         assert self._module is not None
         if not self.buffers:
@@ -582,8 +616,8 @@ class EMA(pl.Callback):
 
     def _after_step(self, group: _Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
-        # With a GradScaler, fused optimizers skip a step inside step(); others are not called.
-        # Without, FiniteUpdates has set found_inf, and the host need not wait for it.
+        # With a GradScaler, fused optimizers skip a step inside step(), and other optimizers are
+        # not called. Without one, FiniteUpdates may have set found_inf, which stays on the device.
         by_scaler = hasattr(optimizer, "grad_scale")
         params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = (by_scaler and found_inf) or all(p.grad is None for p in params)
@@ -635,10 +669,10 @@ class EMA(pl.Callback):
         return f"{type(self).__qualname__}{ {'prefix': self.prefix} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by decay and name; empty without averages.
+        """The averages by decay and name; {} if there are none.
 
-        If weights are split, collective: whole averages on rank 0 and {} on the others; or the
-        averages as they are split, if the strategy saves them so.
+        If weights are split over ranks, all ranks must call this together. Rank 0 gets whole
+        averages and the others {}. If the strategy saves split tensors, each rank gets its part.
         """
         state = self._averages_state()
         return state if saves_split_tensors(self._module) else gather_state(state)
@@ -674,7 +708,7 @@ class EMA(pl.Callback):
             if _is_under(self.prefix, other.prefix) or _is_under(other.prefix, self.prefix):
                 raise ValueError(
                     f"EMA(prefix={self.prefix!r}) and EMA(prefix={other.prefix!r}) average the "
-                    "same parameters; give one EMA several decays instead."
+                    "same parameters; use one EMA with several decays instead."
                 )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -709,12 +743,12 @@ class EMA(pl.Callback):
             pl_module.log(f"ema/decay_{self.prefix}" if self.prefix else "ema/decay", decay)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn if the hooks have seen no optimizer step."""
+        """Warn if no optimizer step has called the hooks."""
         if trainer.global_step and not any(group.steps for group in self._groups):
             pl.utilities.rank_zero_warn(
                 f"EMA saw none of {trainer.global_step} optimizer steps, so there are no averages. "
-                "An optimizer that steps another one inside it, or clears gradients as it steps, "
-                "hides its steps."
+                "EMA cannot see the steps of an optimizer that calls another optimizer's step() or "
+                "clears gradients inside its own step()."
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -726,8 +760,8 @@ class EMA(pl.Callback):
         self._active_before_eval = self._active
         if not (self._groups or self._idle_steps):
             pl.utilities.rank_zero_warn(
-                "EMA holds no averages (none in the checkpoint, or neither a checkpoint nor a fit "
-                "before): the weights are used as they are."
+                "EMA holds no averages, because the checkpoint has none, or because there was "
+                "neither a checkpoint nor a fit before: the raw weights are used."
             )
         elif self._active == RAW:
             self._activate("ema")
@@ -742,7 +776,7 @@ class EMA(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Swap back the raw weights, remove the hooks, and do not count skipped steps."""
+        """Swap back the raw weights, remove the hooks, and subtract skipped steps from counts."""
         self._activate(RAW)
         self._remove_hooks()
         if isinstance(exception, FloatingPointError):
@@ -763,7 +797,7 @@ def _is_under(name: str, prefix: str) -> bool:
 
 
 def _is_singular_vector(name: str, saved: Collection[str]) -> bool:
-    """Whether a buffer is a vector of torch's spectral norm, the parametrization or the hook."""
+    """Whether a buffer is a vector of spectral norm, in torch's old or new implementation."""
     if name[-2:] not in ("_u", "_v"):
         return False
     return ".parametrizations." in f".{name}" or f"{name[:-2]}_orig" in saved

@@ -52,15 +52,15 @@ def refuse_other_run(
     fix: str = "give the Trainer a logger, which makes a folder for each run, or another "
     "default_root_dir; or delete what that run wrote",
 ) -> None:
-    """Raise ValueError if a fit from step 0 would change `path`, of another fit. Collective.
+    """Raise ValueError if a new fit would change a file or folder that another fit has written.
 
-    The command line refuses this itself.
+    Call it on all ranks. It does nothing in fits of the command line, which checks this itself.
 
     Args:
         trainer: the Trainer of the fit that starts.
         path: a file or folder that this fit would change.
-        exists: whether it exists and is of another fit; that of rank 0 counts.
-        fix: what to do about it, for the message.
+        exists: whether another fit has written `path`. The value of rank 0 counts.
+        fix: advice for the end of the message.
     """
     is_new = trainer.ckpt_path is None and trainer.global_step == 0
     if trainer.strategy.broadcast(exists and is_new and not hasattr(trainer, "run_folder")):
@@ -70,15 +70,26 @@ def refuse_other_run(
 class PeriodicEvaluation(Callback, ABC):
     """Base of callbacks that measure after every validation of a fit, or every n optimizer steps.
 
-    A resumed run measures at the same steps as an uninterrupted one. All ranks must call the
-    network equally often, as weights that are split over ranks are gathered in each call.
+    A subclass defines `measure` and `metric_names`. A resumed run measures at the same steps as an
+    uninterrupted one. In `measure`, all ranks must call the network equally often, because weights
+    that are split over ranks are gathered in each call.
 
     Args:
         every_n_steps: optimizer steps between measurements, >= 1; None measures after every
             validation.
 
     Attributes:
-        folder: folder of the files that the callback writes, from `setup` on.
+        folder: folder for the files that the callback writes; available after `setup`.
+
+    Example:
+        >>> class WeightNorm(PeriodicEvaluation):
+        ...     def metric_names(self):
+        ...         return ["weight_norm"]
+        ...
+        ...     def measure(self, trainer, pl_module):
+        ...         norms = [parameter.norm() for parameter in pl_module.parameters()]
+        ...         return {"weight_norm": torch.stack(norms).norm().item()}
+        >>> trainer = Trainer(callbacks=[WeightNorm(every_n_steps=100)], logger=False)
     """
 
     folder: Path
@@ -98,14 +109,14 @@ class PeriodicEvaluation(Callback, ABC):
         """Names of the metrics that a fit logs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the folder; refuse Lightning's WeightAveraging, which hides when it is in use."""
+        """Set the folder; refuse Lightning's WeightAveraging, whose swaps cannot be detected."""
         self.folder = Path(output_folder(trainer))
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance_lightning(other, WeightAveraging):
                 raise ValueError(
-                    f"{type(self).__name__} cannot know which weights it would see beside "
-                    f"{type(other).__name__}, as that depends on the order of callbacks; use "
-                    "lit_diffusion.callbacks.EMA instead."
+                    f"{type(self).__name__} cannot know which weights it measures if "
+                    f"{type(other).__name__} swaps them, because that depends on the order of "
+                    "callbacks; use lit_diffusion.callbacks.EMA instead."
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,9 +130,10 @@ class PeriodicEvaluation(Callback, ABC):
         for other in trainer.callbacks if self.every_n_steps else ():  # type: ignore[attr-defined]
             if (monitor := getattr(other, "monitor", None)) in self.metric_names():
                 raise ValueError(
-                    f"{type(other).__name__}(monitor={monitor!r}) looks for it at every validation,"
-                    f" and {name}(every_n_steps={self.every_n_steps}) does not measure then; leave "
-                    f"every_n_steps out of {name} and set the Trainer's val_check_interval."
+                    f"{type(other).__name__}(monitor={monitor!r}) looks for this metric at every "
+                    f"validation, and {name}(every_n_steps={self.every_n_steps}) does not measure "
+                    f"it then; leave every_n_steps out of {name} and set the Trainer's "
+                    "val_check_interval."
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -138,8 +150,9 @@ class PeriodicEvaluation(Callback, ABC):
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure, and log the metrics at the logger step of the last optimizer step.
 
-        `pl_module.log` would defer them to the next logging step, drop all but the last
-        measurement, repeat it at later steps, and lose it if the run is saved and ends before.
+        Metrics go straight to the loggers. `pl_module.log` would defer them to the next logging
+        step, drop all but the last measurement, repeat it at later steps, and lose it if the run is
+        saved and ends before that step.
         """
         metrics = self.measure(trainer, pl_module)
         for logger in trainer.loggers if metrics else ():
@@ -158,9 +171,11 @@ class PeriodicEvaluation(Callback, ABC):
 
 @contextmanager
 def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Context without gradients, in eval mode and the Trainer's precision, with isolated RNG state.
+    """Context for evaluating a module during training, without side effects on training.
 
-    Unlike `torch.inference_mode`, tensors that a module caches inside stay usable in training.
+    Inside, the module is in eval mode, gradients are off, and the Trainer's precision applies. The
+    states of random generators are restored afterwards. Tensors that the module caches inside stay
+    usable in training, which they would not be under `torch.inference_mode`.
     """
     with (
         isolate_rng(),
@@ -179,7 +194,7 @@ def weights_providers(trainer: Trainer, name: str) -> list[WeightsProvider]:
 
 @contextmanager
 def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
-    """Context in which the module has the named weights of every callback that provides them."""
+    """Context in which callbacks that provide weights of this name have swapped them in."""
     with ExitStack() as stack:
         for provider in weights_providers(trainer, name):
             stack.enter_context(provider.weights(name))
@@ -188,7 +203,7 @@ def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
 
 @contextmanager
 def averaged_weights(trainer: Trainer) -> Iterator[str]:
-    """Context with the weights "ema" if a callback provides them, else "raw"; yields the name."""
+    """Context with the weights "ema" if a callback provides them, else "raw"; yields that name."""
     with swap_weights(trainer, "ema"):
         yield "ema" if weights_providers(trainer, "ema") else "raw"
 
@@ -197,18 +212,28 @@ def averaged_weights(trainer: Trainer) -> Iterator[str]:
 
 
 def require_generate(module: LightningModule, callback: str) -> None:
-    """Raise TypeError if `module.generate(seeds, labels)` cannot be called; names `callback`."""
+    """Raise TypeError if `module.generate(seeds, labels)` cannot be called.
+
+    Args:
+        module: the module to check.
+        callback: name of the callback that needs it, for the message.
+    """
     try:
         signature(getattr(module, "generate", None)).bind([0], None)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(
             f"{callback} needs a module with generate(seeds, labels=None) -> uint8 images "
-            f"(protocols.CanGenerate), and {type(module).__name__} has none such: {error}."
+            f"(protocols.CanGenerate), and {type(module).__name__} has no such method: {error}."
         ) from error
 
 
 def require_noise_levels(module: LightningModule, callback: str) -> None:
-    """Raise TypeError if a module does not implement `HasNoiseLevels`; names `callback`."""
+    """Raise TypeError if a module does not implement `protocols.HasNoiseLevels`.
+
+    Args:
+        module: the module to check.
+        callback: name of the callback that needs it, for the message.
+    """
     needed = ("per_sample_loss", "process", "codec", "num_classes")
     if lacking := [name for name in needed if not hasattr(module, name)]:
         raise TypeError(
@@ -223,7 +248,7 @@ def generate_images(
     """Generate one image per seed, with labels seed mod `num_classes` if the module has classes.
 
     Returns:
-        Images (N, C, H, W) uint8 and []; or None and the seeds whose samples are not finite.
+        (images, []) with images (N, C, H, W) uint8. If samples are not finite: (None, their seeds).
     """
     assert isinstance(module, CanGenerate)
     num_classes = getattr(module, "num_classes", None)
@@ -242,7 +267,11 @@ def generate_images(
 
 
 def check_images(images: Tensor, num: int) -> None:
-    """Raise TypeError unless `images` are `num` images (N, C, H, W) uint8."""
+    """Raise TypeError unless `images` are `num` images (N, C, H, W) uint8.
+
+    Example:
+        >>> check_images(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), num=2)
+    """
     if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != num:
         raise TypeError(
             f"generate must return {num} images, uint8 (N, C, H, W) in [0, 255], got "
@@ -256,7 +285,12 @@ def check_images(images: Tensor, num: int) -> None:
 def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
     """The first of a Trainer's DataLoaders whose data set can be indexed; None without one.
 
-    Streams, and data sets of whole batches (`batch_size=None`), cannot.
+    Streams cannot be indexed, nor data sets whose items are whole batches (`batch_size=None`).
+
+    Example:
+        >>> loader = DataLoader([0, 1, 2])
+        >>> indexed_loader([loader]) is loader
+        True
     """
     for loader in CombinedLoader(loaders).flattened:
         has_items = isinstance(loader, DataLoader) and loader.batch_sampler is not None
@@ -266,15 +300,27 @@ def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
 
 
 def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
-    """The data set of a loader, or the subset that its `SubsetRandomSampler` draws from."""
+    """The data set of a loader, or the subset from which its `SubsetRandomSampler` draws.
+
+    Example:
+        >>> sampler = torch.utils.data.SubsetRandomSampler([2, 0])
+        >>> list(indexed_items(DataLoader(["a", "b", "c"], sampler=sampler)))
+        ['c', 'a']
+    """
     indices = getattr(undivided_sampler(loader), "indices", None)
     return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
 
 
 def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageSet | None:
-    """Images of the split "train", "val" or "test", from the data module or a loader, else None.
+    """Images of a split, from the data module if it has splits, else from the Trainer's loader.
 
-    `where` locates the images in a batch of a loader: an index, a key or a function.
+    Args:
+        trainer: the Trainer of the run.
+        split: "train", "val" or "test".
+        where: where the images are in a batch of a loader: an index, a key or a function.
+
+    Returns:
+        The images, or None if the Trainer has no loader of this split that can be indexed.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasSplits):
@@ -300,17 +346,27 @@ def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageS
 
 
 class FixedImages(NamedTuple):
-    """Images (N, C, H, W) of any dtype, labels (N, ...) or None, and indices in the data set."""
+    """Images of a data set that a callback evaluates each time.
+
+    Attributes:
+        images: (N, C, H, W) of any dtype.
+        labels: labels or conditions of the N images, or None.
+        indices: index of each image in the data set.
+    """
 
     images: Tensor
     labels: Condition
     indices: list[int]
 
     def encode(self, module: Any) -> tuple[Tensor, Condition, Tensor]:
-        """x0 (N, C, H, W), labels if the loss takes any, noise like x0; on the module's device.
+        """Encode the images for the loss of a module, on the module's device.
 
-        The module implements `protocols.HasNoiseLevels`. The noise of an image depends only on its
-        index.
+        Args:
+            module: a module that implements `protocols.HasNoiseLevels`.
+
+        Returns:
+            x0 (N, C, H, W), the labels (None if the loss takes no labels), and noise with the shape
+            of x0. The noise of an image depends only on its index.
         """
         x0 = module.codec.encode(self.images.to(module.device))
         noise = PerSampleNoise(self.indices, stream="noise level").randn_like(x0)
@@ -323,13 +379,22 @@ class FixedImages(NamedTuple):
 def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedImages:
     """Read at most `num` images, evenly spaced over the first data set; the same in every call.
 
-    Uses a new loader: iterating over the Trainer's would restart its persistent workers mid-epoch.
+    They are read with a new loader, because iterating over the Trainer's loader would restart its
+    persistent workers in the middle of an epoch.
+
+    Args:
+        loaders: the Trainer's loaders of a split.
+        num: number of images.
+        where: where the images are in a batch: an index, a key or a function.
+
+    Raises:
+        ValueError: if no data set can be indexed.
     """
     loader = indexed_loader(loaders)
     if loader is None:
         raise ValueError(
             "NoiseLevelLoss and GradientDiagnostics need a DataLoader over a data set with "
-            "indices, to read the same images every time; remove them for streamed data."
+            "indices, to read the same images every time; remove these callbacks for streamed data."
         )
     items: Any = indexed_items(loader)
     indices = evenly_spaced(len(items), num)

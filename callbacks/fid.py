@@ -1,4 +1,4 @@
-"""FID during training, with a record of its weights, samples, real images and extractor."""
+"""Compute FID during training, and record the weights, samples, real images and extractor of it."""
 
 import json
 import math
@@ -52,56 +52,59 @@ SPLITS = ("train", "val", "test")
 class FIDEvaluation(PeriodicEvaluation):
     """Scores samples by FID after every validation, or after every n optimizer steps.
 
-    Samples are `pl_module.generate(seeds, labels)` for the seeds 0, ..., num_samples - 1, with
-    labels seed mod `num_classes` if the module has classes. Process r of R generates the seeds r,
-    r + R, .... The module is in eval mode, under the Trainer's precision, with `weights`; the
-    extractor computes in float32. Weights, modes and random state of training are unchanged.
-
-    Logs `val/fid_<num_samples>` and its floor, the FID of as many real images with the same labels.
-    `trainer.test` logs `test/fid_...` if the data have a test split. The metric name contains
-    `weights` unless they are "ema". Each evaluation appends one line with the whole protocol to
-    `evaluations.jsonl` in the run folder; the best step is saved there as
-    `checkpoints/best-fid.ckpt`. The run folder is that of `lit-diffusion fit`; in other projects it
-    is the folder of the first logger's version, or `default_root_dir` if there is no logger, where
-    a new run is refused if another has written there. With `every_n_steps`, the FID goes to the
-    loggers only, because `ModelCheckpoint(monitor=...)` would assign an old FID to later weights.
-    If samples are not finite, the FID is NaN, a warning names their seeds, and training continues.
-    `fast_dev_run` generates one sample and computes no FID.
+    - Samples: `pl_module.generate(seeds, labels)` for the seeds 0, ..., num_samples - 1. If the
+      module has classes, the label is seed mod `num_classes`. Process r of R generates the seeds
+      r, r + R, and so on. The module generates in eval mode, in the Trainer's precision, and with
+      `weights`. The extractor computes in float32. Training is not affected.
+    - Metrics: `val/fid_<num_samples>` and its floor, which is the FID of the same number of real
+      images with the same labels. `trainer.test` logs `test/fid_<num_samples>` if the data have a
+      test split. If `weights` is not "ema", the metric name contains it.
+    - Files: each evaluation appends one line with the whole protocol to `evaluations.jsonl` in the
+      run folder. The checkpoint with the best FID is `checkpoints/best-fid.ckpt` there.
+    - Run folder: `lit-diffusion fit` sets it. In other projects it is the folder of the first
+      logger's version, or `default_root_dir` if there is no logger. A new run raises an error if
+      another run has written there.
+    - With `every_n_steps`, the FID goes to the loggers only. `ModelCheckpoint(monitor=...)` cannot
+      use it, because it would assign an old FID to later weights.
+    - If samples are not finite, the FID is NaN, a warning lists their seeds, and training goes on.
+    - `fast_dev_run` generates one sample and computes no FID.
 
     Args:
         num_samples: number of samples to generate, >= 2. FIDs of different numbers of samples are
             not comparable.
-        extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn",
-            "patches-cnn"; or a file of `lit-diffusion train-extractor`, which is copied to the
-            run folder.
+        extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn" or
+            "patches-cnn". It can also be a file that `lit-diffusion train-extractor` has written;
+            the file is copied to the run folder.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
-            folder of images, or an .npz file of them. Splits of a loader are used as they are,
-            including augmentation.
+            folder of images, or an .npz file of images. A split of a loader is used including its
+            augmentation.
         every_n_steps: optimizer steps between evaluations; None evaluates after every validation.
-        weights: name of the weights to use, provided by a `WeightsProvider` among the callbacks;
-            "raw" is the weights being trained.
+        weights: name of the weights to use, which a callback provides (`protocols.WeightsProvider`,
+            such as EMA); "raw" is the weights being trained.
         batch_size: samples per call of `generate` on each process, >= 1.
         save_best: whether to write best-fid.ckpt.
         cache_dir: folder for statistics of the real images; None is ~/.cache/lit-diffusion.
         repeats_at_end: number of further evaluations after the last step of a fit, each with the
-            next `num_samples` seeds. They go to `evaluations.jsonl` only and show how much the FID
-            varies between sets of samples.
+            next `num_samples` seeds. They are written to `evaluations.jsonl` only, and show how
+            much the FID varies between sets of samples.
         images: where the images of a batch are, for data without splits: an index, a key, or a
-            function of the batch that returns them, (N, C, H, W). None uses the batch itself, its
+            function of the batch that returns images (N, C, H, W). None uses the batch itself, its
             first part, or the one image tensor of a dictionary. Floats must have 256 levels over
             [0, 1] or [-1, 1].
-        auxiliary_metrics: whether to compute other metrics of the same samples, written to
-            `second_look` in `evaluations.jsonl`: the FID to held-out images if `reference` is
-            "train"; Frechet distances of pixels and of features of an untrained network; each with
-            its floor; precision and recall, by the extractor and in pixels; and the fraction of
-            samples that are nearer to a training image than the median held-out image is (0.5 for
-            new images, 1 for copies).
+        auxiliary_metrics: whether to compute other metrics of the same samples and write them to
+            `second_look` in `evaluations.jsonl`. These are the FID to held-out images if
+            `reference` is "train"; the Frechet distances of pixels and of features of an untrained
+            network; the floor of each distance; precision and recall, in features and in pixels;
+            and the fraction of samples that are nearer to a training image than the median held-out
+            image is. The fraction is 0.5 for new images and 1 for copies.
 
     Raises:
-        ValueError: a number out of range; at the start of a run, missing weights or data.
-        FileNotFoundError: at the start of a run, a missing weight file of the extractor.
+        ValueError: for a number out of range. At the start of a run, if weights or data are
+            missing.
+        FileNotFoundError: at the start of a run, if the extractor's weight file is missing.
 
-    Source: Heusel et al. 2017 (arXiv 1706.08500), Eq. 6; `metrics.frechet.FrechetDistance`.
+    Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule" (arXiv 1706.08500),
+    Eq. 6. `metrics.frechet.FrechetDistance` computes it.
 
     Example:
         >>> FIDEvaluation(360, "digits-cnn").metric_name("val")
@@ -140,7 +143,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self.auxiliary_metrics = auxiliary_metrics
         self.best_score: float | None = None
         self.best_step: int | None = None
-        self.image_count: ImageCount | None = None  # of the fit
+        self.image_count: ImageCount | None = None  # training images of the fit so far
         self._best_is_unsaved = False
         self._best_settings: dict[str, str] = {}  # `_comparable_settings` of the best FID
         self._evaluated_step: int | None = None
@@ -149,14 +152,14 @@ class FIDEvaluation(PeriodicEvaluation):
         self._real: dict[str, AuxiliaryMetrics] = {}  # by split or path
 
     def metric_name(self, stage: str) -> str:
-        """Name of the logged FID; `stage` is "val" or "test"."""
+        """The name under which the FID is logged; `stage` is "val" or "test"."""
         thousands, rest = divmod(self.num_samples, 1000)
         count = self.num_samples if rest else f"{thousands}k"
         weights = "" if self.weights_name == "ema" else f"_{self.weights_name}"
         return f"{stage}/fid_{count}{weights}"
 
     def metric_names(self) -> list[str]:
-        """The FID and its floor."""
+        """Names of the FID and its floor."""
         return [self.metric_name("val"), self.metric_name("val") + "_floor"]
 
     # Checks before the first step
@@ -183,7 +186,7 @@ class FIDEvaluation(PeriodicEvaluation):
         name, both = self.metric_name("val"), "two FIDEvaluation callbacks would both"
         others = [c for c in callbacks if isinstance(c, FIDEvaluation) and c is not self]
         if any(other.metric_name("val") == name for other in others):
-            raise ValueError(f"{both} log {name}: give one another num_samples or other weights.")
+            raise ValueError(f"{both} log {name}: change num_samples or weights of one of them.")
         if self.save_best and any(other.save_best for other in others):
             raise ValueError(f"{both} write best-fid.ckpt: pass save_best=False to one of them.")
 
@@ -195,7 +198,7 @@ class FIDEvaluation(PeriodicEvaluation):
             return
         file = self.folder / "evaluations.jsonl"
         lines = check_regular(file).read_text().splitlines() if file.exists() else []
-        # Lines of step 0 are of a validation before this fit.
+        # A line with step 0 comes from a validation before this fit.
         refuse_other_run(trainer, file, any(json.loads(line).get("step") for line in lines))
         if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
             self.protocol.copy_to(self.folder)
@@ -206,8 +209,8 @@ class FIDEvaluation(PeriodicEvaluation):
         if self.best_score is not None and changed:
             rank_zero_warn(
                 f"The best FID of the checkpoint, {self.best_score:.4g} at step {self.best_step}, "
-                f"had another {' and '.join(changed)}: it is dropped, and best-fid.ckpt starts "
-                "anew."
+                f"was measured with another {' and '.join(changed)}: it is dropped, and the next "
+                "evaluation writes best-fid.ckpt."
             )
             self.best_score = self.best_step = None
         self._best_settings = settings
@@ -285,7 +288,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self, trainer: Trainer, module: LightningModule, stage: str, first_seed: int = 0
     ) -> FIDRecord:
         """Score the samples of `num_samples` seeds and write the record to evaluations.jsonl."""
-        # A Trainer that only evaluates a checkpoint has counted neither its steps nor its images.
+        # A Trainer that only evaluates a checkpoint has no count of training steps and images.
         is_from_checkpoint = trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None
         step = (self._checkpoint_step or 0) if is_from_checkpoint else trainer.global_step
         is_training = trainer.train_dataloader is not None and not is_from_checkpoint
@@ -323,13 +326,13 @@ class FIDEvaluation(PeriodicEvaluation):
             second_look={name: finite_or_none(number) for name, number in auxiliary.items()},
             seconds=clock.seconds(),
         )
-        # Equal on all ranks, as collectives depend on it and devices may round differently.
+        # All ranks need the same record: collectives depend on it, and devices round differently.
         record = trainer.strategy.broadcast(record)
         if record.value is None:
             rank_zero_warn(
                 f"{record.metric} at step {record.step} is NaN: {record.non_finite} of "
                 f"{record.num_fake} samples are not finite (seeds {record.non_finite_seeds}...). "
-                "Training goes on; the weights may have diverged."
+                "Training continues; the weights may have diverged."
             )
         else:
             rank_zero_info(
@@ -399,8 +402,8 @@ class FIDEvaluation(PeriodicEvaluation):
             real = ImageSet(name, open_images(name))
         if real is None:
             raise ValueError(
-                f"reference={name!r}, but the Trainer has no such data here; name a folder of "
-                "images."
+                f"reference={name!r}, but the Trainer has no such data here; pass the path of a "
+                "folder of images as reference."
             )
         num_classes = getattr(module, "num_classes", None)
         labels = classes_of(range(self.num_samples), num_classes) if num_classes else None
@@ -414,8 +417,8 @@ class FIDEvaluation(PeriodicEvaluation):
         num = min(self.num_samples, reference.num_images)
         if num <= scorer.num_features:
             rank_zero_warn(
-                f"{num} images cannot fill a covariance of {scorer.num_features} features: the "
-                "FID will be far above that of more samples; compare it with its floor only."
+                f"{num} images cannot fill a covariance of {scorer.num_features} features: "
+                "the FID will be far above that of more samples; compare it with its floor only."
             )
         primary = FeatureComparison("", scorer, reference)
         if not self.auxiliary_metrics:
@@ -429,7 +432,7 @@ class FIDEvaluation(PeriodicEvaluation):
             return
         self._best_is_unsaved = False
         path = self.folder / "checkpoints" / "best-fid.ckpt"
-        # Averages may be in place during validation; a checkpoint needs the weights being trained.
+        # Averages may be swapped in during validation, but a checkpoint needs the raw weights.
         with swap_weights(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)
 
@@ -469,9 +472,16 @@ class FIDEvaluation(PeriodicEvaluation):
 
 
 def averaging_decay(trainer: Trainer, weights: str) -> float | None:
-    """Decay of the named weights; None unless all their providers have the same decay.
+    """Decay of the named weights; None if it is unknown or callbacks disagree.
 
-    Reads it from the name: EMA names its averages "ema_<decay>", and the first also "ema".
+    The decay is read from the name, because EMA names its averages "ema_<decay>". "ema" is another
+    name of the first average.
+
+    Example:
+        >>> from lit_diffusion.callbacks import EMA
+        >>> trainer = Trainer(callbacks=[EMA(0.999)], logger=False, accelerator="cpu")
+        >>> averaging_decay(trainer, "ema")
+        0.999
     """
     decays = set()
     for provider in weights_providers(trainer, weights):

@@ -40,7 +40,7 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 
 @dataclass
 class _MicroBatch:
-    """A batch on this rank, and flags of its non-finite loss and gradients."""
+    """A batch on this rank, with flags that tell whether its loss and gradients are finite."""
 
     step: int  # optimizer steps completed before it
     batch: Any
@@ -52,7 +52,7 @@ class _MicroBatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)  # tensors returned by training_step
 
     def flags(self) -> Tensor:
-        """(2,) float on the device: whether the loss, and whether a gradient, is not finite."""
+        """(2,) float on the device: 1 if the loss is not finite; 1 if a gradient is not finite."""
         bad_gradient = None if self.gradients is None else self.gradients[0].any()
         flags = [
             torch.zeros((), dtype=torch.bool, device=self.device) if flag is None else flag
@@ -61,7 +61,7 @@ class _MicroBatch:
         return torch.stack(flags).float()
 
     def severity(self) -> int:
-        """2 for a non-finite loss, 1 for a non-finite gradient, 0 for neither."""
+        """2 for a non-finite loss, 1 for non-finite gradients of a finite loss, else 0."""
         loss, gradient = self.flags().tolist()
         return 2 if loss else int(gradient)
 
@@ -74,7 +74,7 @@ class _MicroBatch:
 
 @dataclass
 class _Unread:
-    """An update that the device skips by itself if it is not finite, and its flag on its way."""
+    """An update that the device skips by itself if it is not finite, with a flag not yet read."""
 
     batches: list[_MicroBatch]
     logger_step: int
@@ -82,7 +82,7 @@ class _Unread:
     copied: "torch.cuda.Event | None"  # after the copy; None if the flag was on the CPU
 
     def is_skipped(self) -> bool:
-        """Wait until the device has come to the end of this update, and read its flag."""
+        """Read the flag, after waiting until the device has finished this update."""
         if self.copied is not None:
             self.copied.synchronize()
         return bool(self.flag)
@@ -91,50 +91,50 @@ class _Unread:
 class FiniteUpdates(pl.Callback):
     """Skips updates with a non-finite loss or gradient, and stops the run after too many.
 
-    A message names the optimizer step, rank, sample (with its data index if batches are (images,
-    labels, index)) and noise level, or the parameters of a gradient. The batch is saved to
-    non-finite-rank<r>.ckpt in the folder of the logger's version, or in `default_root_dir` without
-    a logger, as -v1 beside that of an earlier fit. It is a file of tensors and plain builtins for
-    `torch.load(weights_only=True)`. Its "state_dict" has the weights before the update; its
-    "non_finite" has the batch, the states of the random generators before it, and the outputs of
-    training_step.
-
     - The whole update is skipped: weights, buffers, optimizer state and EMA do not change, and all
-      batches accumulated for it are dropped. `global_step` and lr schedules advance, as they do
-      when a GradScaler skips a step. After more than `max_nonfinite_steps` skipped updates the run
-      stops and leaves its checkpoints unchanged.
-    - All ranks skip an update that is not finite on any of them.
-    - Steps that a GradScaler skips do not count, unless the loss itself is not finite or the scale
+      batches accumulated for it are dropped. All ranks skip an update that is not finite on any
+      rank. `global_step` and lr schedules advance, as they do when a GradScaler skips a step.
+    - After more than `max_nonfinite_steps` skipped updates the run stops. Its checkpoints are not
+      changed.
+    - A message names the optimizer step and the rank. If the loss is not finite, it also names the
+      samples and their noise levels, for which training_step must return `u` (B,) in [0, 1], `t`
+      (B,) and `per_sample_loss` (B,) with the loss. It adds the data index of a sample if batches
+      are (images, labels, index). If only gradients are not finite, it names their parameters.
+    - The batch is saved to non-finite-rank<r>.ckpt in the folder of the logger's version, or in
+      `default_root_dir` without a logger. The name ends in -v1, -v2, ... if an earlier fit has left
+      a file. `torch.load(weights_only=True)` reads it: "state_dict" has the weights before the
+      update, and "non_finite" has the batch, the states of the random generators before the batch,
+      and the outputs of training_step.
+    - Steps that a GradScaler skips do not count, unless the loss itself is not finite, or the scale
       has reached 1 and cannot be the cause.
-    - training_step may return `u` (B,) in [0, 1], `t` (B,) and `per_sample_loss` (B,) besides the
-      loss; then the message names samples and noise levels.
     - Saving a checkpoint with non-finite weights raises an error, also at the end of a run.
-    - On CUDA the host does not wait for the device with max_nonfinite_steps=0 and one of torch's
-      Adam, AdamW, SGD and Adagrad with `fused=True`. The device then skips the update and all later
-      ones. The host notices at most 4 updates later, or earlier at a logging step, a validation, a
-      full checkpoint, or where a callback calls `trainer_state.confirm_updates(trainer)`, and stops
-      the run. Until then it holds the batches of these 4 updates on the device. What other
-      callbacks do in `on_train_batch_end`, and files of `ModelCheckpoint(save_weights_only=True)`,
-      may come before, with the weights from before the update under a later step.
-      `global_step`, lr schedules and loss-based densities include the later updates.
-    - Otherwise each update costs one GPU synchronization: with other optimizers, manual
-      optimization, or weights that are split over ranks.
-    - Each update costs a copy of the module's buffers.
-    - Optimizers stepped past Lightning (`use_pl_optimizer=False`) are not checked.
-    - List it after callbacks that seed or consume random numbers, such as StepSeed.
+    - `train/nonfinite_steps` is logged after the first skipped update. When the callback stops a
+      run, it logs NaN as the last train/loss.
+    - Optimizers that are stepped without Lightning (`use_pl_optimizer=False`) are not checked.
+    - List this callback after callbacks that seed or consume random numbers, such as StepSeed.
 
-    Logs `train/nonfinite_steps` after the first skipped update. When it stops a run, it logs NaN as
-    the last train/loss.
+    Cost: each update copies the module's buffers, and usually costs one GPU synchronization. There
+    is no synchronization on CUDA with max_nonfinite_steps=0, automatic optimization, whole weights
+    on each rank, and torch's Adam, AdamW, SGD or Adagrad with `fused=True`. In that case:
+
+    - The device skips the bad update and all later ones. The host notices at most 4 updates later
+      and stops the run. It notices earlier at a logging step, a validation, a full checkpoint, or
+      a call of `trainer_state.confirm_updates(trainer)`.
+    - The batches of the last 4 updates stay on the device.
+    - Other callbacks may run before the host notices. In `on_train_batch_end`, and in files of
+      `ModelCheckpoint(save_weights_only=True)`, they then see the weights from before the bad
+      update under a later step.
+    - `global_step`, lr schedules and loss-based densities include the later updates.
 
     Args:
-        max_nonfinite_steps: updates that may be skipped in a run, including its resumes.
+        max_nonfinite_steps: number of updates that may be skipped in a run, including its resumes.
 
     Attributes:
         skipped_updates: updates skipped in this run so far, including its resumes.
 
     Raises:
-        ValueError: a negative number; at the start of a fit, an optimizer that computes losses
-            inside its step, or, if updates may be skipped, a strategy that splits weights or
+        ValueError: for a negative number. At the start of a fit, if an optimizer computes losses
+            inside its step, or if max_nonfinite_steps > 0 and the strategy splits weights or
             updates them itself.
         FloatingPointError: if too many updates are skipped, or non-finite weights would be saved.
 
@@ -155,7 +155,7 @@ class FiniteUpdates(pl.Callback):
         self._accumulated: list[_MicroBatch] = []  # batches accumulated for the next update
         self._skipped_batches: list[_MicroBatch] = []  # batches of the update that is being skipped
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # copies from before these batches
-        self._with_buffers: list[nn.Module] | None = None  # modules; None if there may be new ones
+        self._with_buffers: list[nn.Module] | None = None  # modules; None if they must be listed
         self._has_stepped = False  # whether this batch has made or skipped an update
         self._unread: deque[_Unread] = deque()
         self._unread_at_exception: deque[_Unread] = deque()  # without their batches
@@ -182,12 +182,12 @@ class FiniteUpdates(pl.Callback):
         """Refuse optimizers that compute several losses inside one step."""
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise ValueError(
-                "FiniteUpdates cannot skip an update of LBFGS, which moves weights between the "
-                "losses of one step; use another optimizer."
+                "FiniteUpdates cannot skip an update of LBFGS, because LBFGS changes the weights "
+                "between the losses of one step; use another optimizer."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the device skip updates if it can; optimizers are restored by now."""
+        """Let the device skip updates if it can; optimizers were restored before this hook."""
         self._hooks = [
             torch_modules.register_module_module_registration_hook(self._forget_modules),
             torch_modules.register_module_buffer_registration_hook(self._forget_modules),
@@ -206,7 +206,7 @@ class FiniteUpdates(pl.Callback):
             self._found_inf = torch.zeros((), dtype=torch.float32, device=pl_module.device)
 
     def _forget_modules(self, *_: Any) -> None:
-        """Hook of torch: a module of any kind has got a submodule or a buffer."""
+        """List the modules with buffers again; torch calls this when a module gets a new one."""
         self._with_buffers = None
 
     # Checking an update
@@ -293,7 +293,7 @@ class FiniteUpdates(pl.Callback):
         self._found_inf = torch.maximum(self._found_inf, flags.amax())
         if scaler is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-        else:  # the scaler sets found_inf, by what it finds in the gradients
+        else:  # the scaler sets found_inf itself if a gradient is not finite
             grads = (p.grad for group in optimizer.param_groups for p in group["params"])
             if (grad := next((g for g in grads if g is not None), None)) is not None:
                 grad.masked_fill_(self._found_inf > 0, math.nan)
@@ -390,8 +390,8 @@ class FiniteUpdates(pl.Callback):
         if trainer.global_rank in ranks[:_MAX_FILES]:
             text = _save_batch(worst, trainer, module, self._file)
         text = all_gather_objects(text, trainer.world_size)[ranks[0]]
-        if others := ", ".join(map(str, ranks[1:])):  # all ranks for a gradient, which is reduced
-            text += f" Likewise on rank {others}."
+        if others := ", ".join(map(str, ranks[1:])):  # gradients are reduced: all ranks have them
+            text += f" The same happened on rank {others}."
         stops = self.skipped_updates > self.max_nonfinite_steps
         metrics = {"train/nonfinite_steps": float(self.skipped_updates)}
         _log(trainer, metrics | ({"train/loss": math.nan} if stops else {}), step)
@@ -405,13 +405,13 @@ class FiniteUpdates(pl.Callback):
         )
 
     def confirm_updates(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the run if an update was skipped; for callbacks that use the weights in a step."""
+        """Stop the run if an update was skipped; for callbacks that read weights after a batch."""
         self._read_flags(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Refuse to save skipped updates, and non-finite weights, as after the last update."""
+        """Raise an error if updates were skipped on the device, or weights are not finite."""
         self._read_flags(trainer, pl_module)
         if any(update.is_skipped() for update in self._unread_at_exception):
             raise FloatingPointError(
@@ -423,13 +423,13 @@ class FiniteUpdates(pl.Callback):
         if (bad := first_nonfinite([*params.values()])) is not None:
             _log(trainer, {"train/loss": math.nan}, logger_step(trainer))
             raise FloatingPointError(
-                f"The weights of step {trainer.global_step} are not finite, {[*params][bad]} "
-                "first, and are not saved. Lower the lr, clip gradients "
+                f"The weights of step {trainer.global_step} are not finite and are not saved; the "
+                f"first such parameter is {[*params][bad]}. Lower the lr, clip gradients "
                 "(trainer.gradient_clip_val=1), or resume from an earlier checkpoint."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of skipped updates; empty while there are none."""
+        """The number of skipped updates; {} if there are none."""
         return {"skipped_updates": self.skipped_updates} if self.skipped_updates else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -442,7 +442,7 @@ def _grad_scaler(trainer: pl.Trainer) -> Any:
 
 
 def _check_gradients(optimizers: Sequence[Optimizer]) -> tuple[Tensor, list[nn.Parameter]] | None:
-    """(N,) bool, whether each gradient is non-finite, and the N parameters; None without any."""
+    """(N,) bool flags of non-finite gradients, and their N parameters; None without gradients."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     params = [param for group in groups for param in group["params"] if param.grad is not None]
     return (is_nonfinite([param.grad for param in params]), params) if params else None
@@ -504,7 +504,7 @@ def _save_batch(
 
 
 def _plain_copy(value: Any) -> Any:
-    """A copy with all tensors on the CPU; TypeError unless `value` has plain builtins only."""
+    """A copy with all tensors on the CPU; TypeError unless all else are plain builtins."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -522,7 +522,7 @@ def _describe(bad: _MicroBatch, module: nn.Module, rank: int) -> str:
     where = f"at optimizer step {bad.step} (batch {bad.batch_idx}, rank {rank})"
     params = dict(module.named_parameters())
     nonfinite = list(compress(params, is_nonfinite([*params.values()]).tolist()))
-    if nonfinite:  # loaded so, or updated by an optimizer that this callback does not check
+    if nonfinite:  # loaded from a file, or updated by an optimizer that is not checked
         return f"the weights were not finite before the update {where}: {_list_names(nonfinite)}"
     if not bad.bad_loss:
         return f"the gradient is not finite {where}: of {_list_names(bad.bad_parameters(module))}"

@@ -1,4 +1,4 @@
-"""Norms, noise scales and cosines of the gradients at different noise levels."""
+"""Measure norms, noise scales and cosines of the gradients at different noise levels."""
 
 from itertools import combinations
 from operator import itemgetter
@@ -22,10 +22,19 @@ from lit_diffusion.protocols import Condition, by_part
 
 
 def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[float, float]:
-    """Unbiased |G|^2 and tr(Sigma) from the mean gradients (P,) of two batches of `batch_size`.
+    """Estimate the squared norm of the gradient, and its variance, from two batches.
 
-    G is the mean gradient over samples and Sigma its covariance; tr(Sigma) / |G|^2 is the simple
-    noise scale, the batch size at which noise is as large as signal.
+    G is the expected gradient and Sigma the covariance of the gradient of one sample. The ratio
+    tr(Sigma) / |G|^2 is the simple noise scale: the batch size at which the noise of a gradient is
+    as large as its signal.
+
+    Args:
+        first: mean gradient (P,) of one batch.
+        second: mean gradient (P,) of another batch.
+        batch_size: number of samples in each of the two batches.
+
+    Returns:
+        Unbiased estimates of |G|^2 and tr(Sigma).
 
     Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1, here with two
     batches of equal size.
@@ -39,38 +48,49 @@ def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[fl
 
 
 def random_halves(num: int) -> Tensor:
-    """(2, num // 2) int64 indices in a fixed random order, as data sets are often sorted."""
+    """Split indices 0, ..., num - 1 into two random halves, the same in every call.
+
+    The order is random because data sets are often sorted by class.
+
+    Returns:
+        (2, num // 2) int64 indices.
+
+    Example:
+        >>> random_halves(4).flatten().sort().values
+        tensor([0, 1, 2, 3])
+    """
     order = torch.randperm(num, generator=torch.Generator().manual_seed(0))
     return order[: num // 2 * 2].view(2, -1)
 
 
 class GradientDiagnostics(PeriodicEvaluation):
-    """Logs statistics of gradients on fixed training images and noise, by noise level.
+    """Logs statistics of the gradients at several noise levels, on fixed training images and noise.
 
-    At levels u = (i + 1/2) / num_levels, where u = 1 is the noisiest:
+    The levels are u = (i + 1/2) / num_levels for i = 0, 1, ..., where u = 1 is the noisiest. With
+    four levels the metrics are, for example:
 
-    - `grad/norm_u0.125`: norm of the mean gradient;
-    - `grad/cosine_u0.125_u0.375`: cosine of the mean gradients of two levels; negative if they
-      conflict;
-    - `grad/noise_scale_u0.125`: the batch size at which noise is as large as signal, estimated from
-      two halves of the images; inf if no signal is detected;
+    - `grad/norm_u0.125`: norm of the mean gradient.
+    - `grad/cosine_u0.125_u0.375`: cosine of the mean gradients of two levels. It is negative if the
+      levels conflict.
+    - `grad/noise_scale_u0.125`: the batch size at which the noise of the gradient is as large as
+      its signal, estimated from two halves of the images. It is inf if no signal is detected.
     - `grad/update_ratio`: norm of the last update divided by the norm of the weights.
 
-    Uses the weights being trained, in eval mode. Training is unchanged: gradients are not
-    accumulated and no random numbers are consumed. Each rank computes everything; rank 0 logs. Each
-    measurement costs 2 num_levels forward and backward passes of half the images.
+    Gradients are those of the weights being trained, in eval mode. Training is unchanged: gradients
+    are not accumulated, and no random numbers are consumed. Each rank computes everything, and rank
+    0 logs. A measurement costs 2 num_levels forward and backward passes of half the images.
 
     Args:
         every_n_steps: optimizer steps between measurements.
         num_levels: number of noise levels, >= 1.
-        num_images: number of images, even; half of them for each estimate.
-        images: where the images of a batch are: an index, a key, or a function of the batch; None
+        num_images: number of images, even. Each gradient is estimated from half of them.
+        images: where the images of a batch are: an index, a key, or a function of the batch. None
             uses the batch itself, its first part, or the one image tensor of a dictionary.
 
     Raises:
-        ValueError: bad numbers, or data that cannot be indexed; at fit start, weights that are
-            split over ranks.
-        TypeError: for a module that is not `protocols.HasNoiseLevels`.
+        ValueError: for invalid numbers, or data that cannot be indexed. At fit start, if weights
+            are split over ranks.
+        TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Example:
         >>> GradientDiagnostics(num_levels=2).metric_names()[:3]
@@ -109,11 +129,11 @@ class GradientDiagnostics(PeriodicEvaluation):
         require_noise_levels(pl_module, "GradientDiagnostics")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse weights whose gradients no rank has whole."""
+        """Refuse weights that are split over ranks, because no rank has their whole gradients."""
         if split := find_dtensor(dict(pl_module.named_parameters())):
             raise ValueError(
-                "GradientDiagnostics compares whole gradients, and the weight "
-                f"{split!r} is split over ranks; leave GradientDiagnostics out."
+                "GradientDiagnostics needs whole gradients, but the weight "
+                f"{split!r} is split over ranks; remove GradientDiagnostics."
             )
         super().on_fit_start(trainer, pl_module)
 

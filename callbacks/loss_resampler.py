@@ -22,10 +22,19 @@ except ImportError:
 
 
 class LossHistory(NamedTuple):
-    """Recent losses of each bin of u."""
+    """Recent losses of each bin of noise levels u.
 
-    losses: Tensor  # (num_bins, history) float64; column n % history has the n-th loss of a bin
-    counts: Tensor  # (num_bins,) int64, number of losses that each bin has received
+    Attributes:
+        losses: (num_bins, history) float64. The n-th loss of a bin is in column n % history.
+        counts: (num_bins,) int64, the number of losses that each bin has received.
+
+    Example:
+        >>> LossHistory.empty(num_bins=2, history=3).losses.shape
+        torch.Size([2, 3])
+    """
+
+    losses: Tensor
+    counts: Tensor
 
     @classmethod
     def empty(cls, num_bins: int, history: int) -> "LossHistory":
@@ -39,12 +48,15 @@ class LossHistory(NamedTuple):
 
 
 def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHistory:
-    """Return the history with the losses of a batch; each replaces the oldest loss of its bin.
+    """Add the losses of a batch to a history; each loss replaces the oldest one of its bin.
 
     Args:
         history: the losses so far.
-        bins: (B,) int64 bin of each loss, in any order; losses of bin num_bins are dropped.
-        losses: (B,), oldest first.
+        bins: (B,) int64, the bin of each loss, in any order. Losses with bin num_bins are dropped.
+        losses: (B,) losses, the oldest first.
+
+    Returns:
+        A new history; the argument is unchanged.
 
     Example:
         >>> history = LossHistory.empty(num_bins=2, history=2)
@@ -57,8 +69,8 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
     bins, order = bins.sort(stable=True)
     first = torch.searchsorted(bins, bins)
     total = torch.searchsorted(bins, bins, right=True) - first
-    nth = torch.arange(len(bins), device=bins.device) - first  # occurrence within its bin
-    # If several losses have the same place, all of them write the value of the last one.
+    nth = torch.arange(len(bins), device=bins.device) - first  # position among those of its bin
+    # If several losses go to the same place, all of them write the value of the last one.
     last = first + nth + (total - 1 - nth) // size * size
     columns.index_put_((bins, (counts[bins] + nth) % size), losses.to(columns)[order][last])
     counts.index_add_(0, bins, torch.ones_like(bins))
@@ -66,9 +78,14 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
 
 
 def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
-    """Density proportional to sqrt(mean of loss^2) in each bin, mixed with the uniform density.
+    """Density proportional to the root mean square of each bin's losses, mixed with uniform.
 
-    Returns ones until every bin has a full history.
+    Args:
+        history: losses of num_bins bins.
+        uniform_prob: fraction of the uniform density in the mixture.
+
+    Returns:
+        (num_bins,) float64 probabilities; ones until every bin has a full history.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
 
@@ -85,23 +102,35 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
 
 
 class LossBasedDensity(TimestepWriter):
-    """Base of callbacks that sample noise levels from a density computed from their losses.
+    """Base of callbacks that sample noise levels from a density computed from recent losses.
 
-    The module's training_step returns, besides the loss, `u` (B,) in [0, 1] and `per_sample_loss`
-    (B,) before multiplication by `timestep_weight`; u of a discrete t = 0, ..., T - 1 is t / T. The
-    losses of all ranks are gathered; non-finite ones are dropped. Checkpoints contain the history,
-    so a resume is exact. List the callback before others that save in `on_train_batch_end`, such as
-    FIDEvaluation(every_n_steps); Lightning puts its own checkpoint callbacks last.
+    The module's training_step must return a dictionary with "loss", "u" and "per_sample_loss".
+    "u" (B,) has the noise levels in [0, 1]; a discrete t = 0, ..., T - 1 has u = t / T.
+    "per_sample_loss" (B,) has the losses before multiplication by `timestep_weight`.
+
+    The losses of all ranks are gathered, and non-finite losses are dropped. Checkpoints contain the
+    history, so a resume is exact. List the callback before others that save a checkpoint in
+    `on_train_batch_end`, such as FIDEvaluation(every_n_steps). Lightning puts its own checkpoint
+    callbacks last.
 
     Args:
-        num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
+        num_bins: number of equal bins over [0, 1]. Fewer bins fill up sooner.
         history: number of recent losses stored for each bin.
         uniform_prob: fraction of samples that stay uniform, in (0, 1].
 
     Raises:
-        ValueError: bad arguments; at fit start, a module that is not `protocols.HasTimesteps`, or a
-            checkpoint with another num_bins or history; at the first batch, attributes that
-            something else sets, or a training_step with other outputs.
+        ValueError: for invalid arguments. At fit start, if the module does not implement
+            `protocols.HasTimesteps`, or if the checkpoint has another num_bins or history. At the
+            first batch, if other code sets the same attributes, or if training_step returns other
+            outputs.
+
+    Example:
+        >>> class LastLoss(LossBasedDensity):
+        ...     writes, logged = ("timestep_density",), "last_loss"
+        ...
+        ...     def density(self, history):
+        ...         return history.losses[:, 0] / history.losses[:, 0].sum()
+        >>> callback = LastLoss(num_bins=20, history=1, uniform_prob=0.1)
     """
 
     logged: str
@@ -131,14 +160,14 @@ class LossBasedDensity(TimestepWriter):
         """(num_bins,) float64 probabilities; ones until every bin has a full history."""
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The density of the losses so far, and the weight that undoes it if one is written."""
+        """The density of the losses so far, and its importance weight if `writes` lists one."""
         self._state = self._state.to(device)
         density = self.density(self._state)
         is_reweighted = "timestep_weight" in self.writes
         return Timesteps(density, importance_weight(density) if is_reweighted else None)
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """The fraction of full bins, and the distance of the density from uniform."""
+        """The fraction of full bins, and the total variation between the density and uniform."""
         full = (self._state.counts >= self.history).double().mean()
         tv = total_variation(self.density(self._state))
         return {f"{self.logged}/full": full, f"{self.logged}/tv": tv}
@@ -154,18 +183,18 @@ class LossBasedDensity(TimestepWriter):
         if stored.losses.shape != self._state.losses.shape:
             num_bins, history = stored.losses.shape
             raise ValueError(
-                f"the checkpoint's history is of {num_bins} bins with {history} losses each, and "
+                f"the checkpoint's history has {num_bins} bins with {history} losses each, and "
                 f"this is {type(self).__name__}(num_bins={self.num_bins}, history={self.history}); "
-                "use its numbers."
+                "use the numbers of the checkpoint."
             )
         self._state, self._is_loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Reset the mark of an earlier checkpoint; checkpoints are loaded after this hook."""
+        """Forget that a checkpoint was loaded; Lightning loads checkpoints after this hook."""
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue the history of the checkpoint or of this module's last fit, else start anew."""
+        """Continue the history of the checkpoint or of this module's last fit, else a new one."""
         super().on_fit_start(trainer, pl_module)
         if not self._is_loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
             self._state = LossHistory.empty(self.num_bins, self.history)
@@ -200,9 +229,11 @@ class LossSecondMomentResampler(LossBasedDensity):
     """Samples noise levels by the RMS of their recent losses, with importance weights on the loss.
 
     Gradients stay unbiased. Noise levels are uniform until each bin has `history` losses; 4,000
-    bins take about 100,000 samples. Logs `resampler/full` and `resampler/tv`. Needs a module with
-    `timestep_density` and `timestep_weight` whose training_step returns `u` and `per_sample_loss`
-    (see `LossBasedDensity`, also for errors).
+    bins take about 100,000 samples. Logs `resampler/full`, the fraction of full bins, and
+    `resampler/tv`, the total variation between the density and the uniform one.
+
+    The module needs the attributes `timestep_density` and `timestep_weight`, and its training_step
+    must return `u` and `per_sample_loss`. `LossBasedDensity` describes them, and the errors.
 
     Args:
         num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
@@ -233,8 +264,11 @@ class LossDensity(LossBasedDensity):
 
     This changes the objective: levels with a large weighted loss get more samples, and a level with
     a loss near 0 gets almost none. Noise levels are uniform until each bin has `history` losses.
-    Logs `loss_density/full` and `loss_density/tv`. Needs a module with `timestep_density` whose
-    training_step returns `u` and `per_sample_loss` (see `LossBasedDensity`, also for errors).
+    Logs `loss_density/full`, the fraction of full bins, and `loss_density/tv`, the total variation
+    between the density and the uniform one.
+
+    The module needs the attribute `timestep_density`, and its training_step must return `u` and
+    `per_sample_loss`. `LossBasedDensity` describes them, and the errors.
 
     Args:
         num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
@@ -269,8 +303,8 @@ def _check_outputs(outputs: Any, module: pl.LightningModule, name: str) -> None:
     if len(shape) != 1 or shapes.get("per_sample_loss") != shape:
         raise ValueError(
             f"{name} needs a training_step that returns {{'loss': ..., 'u': (B,), "
-            f"'per_sample_loss': (B,)}}, and that of {type(module).__name__} returned tensors of "
-            f"shape {shapes}; add them."
+            f"'per_sample_loss': (B,)}}, and that of {type(module).__name__} returned tensors with "
+            f"the shapes {shapes}; add what is missing."
         )
     low, high = values["u"].aminmax()
     if not 0 <= low <= high <= 1:

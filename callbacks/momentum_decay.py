@@ -1,4 +1,4 @@
-"""Momentum decay with learning rate compensation (MDLRC), and a control with only its lr."""
+"""Momentum decay with learning rate compensation (MDLRC), and a control with its lr alone."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,25 +26,35 @@ ParamGroup = dict[str, Any]
 
 
 class DecayedMomentum(NamedTuple):
-    """Hyperparameters of one update."""
+    """Hyperparameters of one update.
 
-    beta1: float  # decay rate of the momentum
-    lr_factor: float  # in (0, 1]
+    Attributes:
+        beta1: decay rate of the momentum.
+        lr_factor: factor on the lr, in (0, 1].
+
+    Example:
+        >>> DecayedMomentum(beta1=0.6, lr_factor=0.5).beta1
+        0.6
+    """
+
+    beta1: float
+    lr_factor: float
 
 
 def momentum_decay(
     step: int, total_steps: int, beta0: float, min_beta1: float = 0.4
 ) -> DecayedMomentum:
-    """Decayed beta1, and the lr factor that compensates for it.
+    """Compute the decayed beta1 of a step, and the lr factor that compensates for it.
 
     With tau = min(step / total_steps, 1), the completed fraction of the run:
 
         beta1     = max(beta0 * (1 - tau) / (1 - beta0 * tau), min_beta1)
         lr_factor = (1 - beta0) / (1 - beta1)
 
-    So beta1 / (1 - beta1), the weight of past gradients relative to the newest one, falls linearly,
-    and lr * (1 - beta1), the weight of the newest gradient in the update, stays constant. Until
-    beta1 reaches min_beta1, lr_factor is 1 - beta0 * tau, a linear decay; then both are constant.
+    beta1 / (1 - beta1), the weight of past gradients relative to the newest one, falls linearly.
+    lr * (1 - beta1), the weight of the newest gradient in the update, stays constant. Until beta1
+    reaches min_beta1, lr_factor decays linearly, as 1 - beta0 * tau. From then on beta1 and
+    lr_factor are constant.
 
     Args:
         step: optimizer steps completed before this one; the first has tau = 0.
@@ -53,8 +63,8 @@ def momentum_decay(
         min_beta1: floor, in [0, beta0]; 0 for none.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023),
-    section 4.3, and appendix B for the floor. beta1 without it: Chen & Kyrillidis 2019, "Decaying
-    momentum helps neural network training" (Demon, arXiv 1910.04952).
+    section 4.3; its appendix B adds the floor. beta1 without a floor is from Chen & Kyrillidis
+    2019, "Decaying momentum helps neural network training" (Demon, arXiv 1910.04952).
 
     Example:
         >>> momentum_decay(0, 1000, beta0=0.8)
@@ -68,7 +78,7 @@ def momentum_decay(
     if not 0 <= min_beta1 <= beta0 < 1:
         raise ValueError(
             f"0 <= min_beta1 <= beta0 < 1 must hold, got min_beta1={min_beta1} and beta0={beta0}, "
-            "the beta1 or momentum of the optimizer; lower min_beta1, 0 being no floor."
+            "which is the optimizer's beta1 or momentum; lower min_beta1 (0 means no floor)."
         )
     tau = min(step / total_steps, 1.0)
     beta1 = max(beta0 * (1 - tau) / (1 - beta0 * tau), float(min_beta1))
@@ -78,32 +88,34 @@ def momentum_decay(
 class MomentumDecay(pl.Callback):
     """Momentum decay with learning rate compensation (MDLRC), or Demon without the compensation.
 
-    The update after `step` completed ones uses beta1 and lr * lr_factor, where beta1 and lr_factor
-    are `momentum_decay`(step, total_steps, beta0, min_beta1). beta0 is the beta1 with which each
-    param group is configured.
+    After `step` completed updates, the next one uses beta1 and lr * lr_factor, which
+    `momentum_decay(step, total_steps, beta0, min_beta1)` returns. beta0 is the beta1 that each
+    param group is configured with.
 
     - beta1 and lr are changed only during the update. Schedulers, LearningRateMonitor, the training
       step and all checkpoints see the configured values.
-    - Calls of `optimizer.step()` are counted, separately for each optimizer. A GradScaler makes
-      none for an update that it skips, unless the optimizer is fused.
-    - Checkpoints contain the counts and total_steps. On resume, None uses the total_steps of the
-      checkpoint. A warning tells where the checkpoint and this run differ.
-    - Logs `mdlrc/beta1` and `mdlrc/lr` of the next update at the start of a batch; with several
-      optimizers or groups, `mdlrc/lr_optimizer1_group0` and so on.
+    - Steps are the calls of `optimizer.step()`, counted for each optimizer. A GradScaler does not
+      call it for an update that it skips, unless the optimizer is fused.
+    - Checkpoints contain the counts and total_steps. On resume, total_steps=None uses the
+      checkpoint's total_steps. A warning is printed if the checkpoint and this run differ.
+    - At the start of a batch, `mdlrc/beta1` and `mdlrc/lr` of the next update are logged. With
+      several optimizers or groups the names are `mdlrc/lr_optimizer1_group0` and so on.
     - AdamW multiplies its weight decay by the lr, so the compensation scales it as well.
 
     Args:
-        total_steps: steps of each optimizer until beta1 would be 0; None uses the Trainer's.
+        total_steps: steps of each optimizer until beta1 would be 0 without a floor; None uses the
+            length of the fit.
         min_beta1: floor of beta1, in [0, beta0].
-        compensate_lr: False leaves the lr unchanged (Demon). SGD, RMSprop and Muon need False: the
-            updates of SGD and RMSprop shrink with the momentum anyway, as they have no factor
-            1 - momentum, and those of Muon are normalized.
+        compensate_lr: whether to multiply the lr by lr_factor; False is Demon. SGD, RMSprop and
+            Muon need False. The updates of SGD and RMSprop shrink with the momentum anyway, because
+            they have no factor 1 - momentum. The updates of Muon are normalized.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
-        ValueError: at the start of a fit, if total_steps is unknown, min_beta1 is above beta0, two
-            such callbacks would change one optimizer, or an optimizer or strategy does not fit: it
-            needs momentum that no scheduler cycles, and Adam's kind of update to compensate the lr.
+        ValueError: at the start of a fit, if total_steps is unknown, if min_beta1 is above beta0,
+            or if two such callbacks would change the same optimizer. Also if an optimizer has no
+            momentum, if a scheduler cycles its momentum, if compensate_lr is set for updates unlike
+            Adam's, or if the strategy is not supported.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023);
     Demon: Chen & Kyrillidis 2019 (arXiv 1910.04952).
@@ -128,14 +140,14 @@ class MomentumDecay(pl.Callback):
         self.min_beta1 = min_beta1
         self.compensate_lr = compensate_lr
         self.optimizers = None if optimizers is None else list(optimizers)
-        self._total_steps = 0  # of the checkpoint, then the one in effect; 0 for neither
+        self._total_steps = 0  # that of the checkpoint until a fit starts; 0 if unknown
         self._steps: list[int] = []  # completed by each optimizer of the Trainer
         self._is_fit = True  # False in a validate or test of the Trainer
-        self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, what it replaced)
+        self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, configured values)
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """Options of the update after `step` completed ones, which replace those of the group."""
+        """Options that replace those of the group in the update after `step` completed ones."""
         beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:
@@ -163,14 +175,14 @@ class MomentumDecay(pl.Callback):
         return args, {**kwargs, "closure": run_with_base_options}
 
     def _apply(self, index: int, optimizer: Optimizer) -> None:
-        self._restore()  # after a step that failed, and in one inside another
+        self._restore()  # a step may have failed before, or may be inside another one
         for group in optimizer.param_groups:
             options = self.update_options(self._steps[index], self._total_steps, group)
             self._base_options.append((group, {name: group[name] for name in options}))
             group.update(options)
 
     def _after_step(self, index: int, *_: Any) -> None:
-        if self._base_options:  # else a state init step, or one that contained this step
+        if self._base_options:  # else it is a state init step, or one with a step inside it
             self._steps[index] += 1
             self._restore()
 
@@ -182,7 +194,7 @@ class MomentumDecay(pl.Callback):
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse unsupported strategies, and reset the state, but for counts of this Trainer."""
+        """Refuse unsupported strategies, and reset all state except this Trainer's step counts."""
         self._is_fit = stage == "fit"
         if self._is_fit:
             refuse_strategy(trainer, type(self).__name__)
@@ -238,14 +250,14 @@ class MomentumDecay(pl.Callback):
         self._total_steps = int(self.total_steps or stored or steps or 0)
         if self._total_steps == 0:
             raise ValueError(
-                f"{name} cannot tell how many steps an optimizer will make under manual "
+                f"{name} cannot compute the number of optimizer steps under manual "
                 f"optimization or Trainer(max_steps={trainer.max_steps}, "
-                f"max_epochs={trainer.max_epochs}); pass total_steps=500000 or the like."
+                f"max_epochs={trainer.max_epochs}); pass a number, such as total_steps=500000."
             )
         if stored not in (0, steps):
             advice = "" if self.total_steps else " Pass total_steps to change it."
             pl.utilities.rank_zero_warn(
-                f"{name} total_steps: the checkpoint has {stored}, this run {steps}, using "
+                f"{name}: total_steps is {stored} in the checkpoint and {steps} in this run; using "
                 f"{self._total_steps}.{advice}"
             )
         if stored == 0 and trainer.ckpt_path:  # of a run without this callback
@@ -255,8 +267,9 @@ class MomentumDecay(pl.Callback):
             self._steps = [step] * count
         if len(self._steps) != count:
             raise ValueError(
-                f"{name} needs the steps of each of {count} optimizers, and the checkpoint has "
-                f"{self._steps or 'none'}; resume one that was written with {name} and them."
+                f"{name} needs a step count for each of {count} optimizers, and the checkpoint has "
+                f"{self._steps or 'none'}; resume a checkpoint that was written with {name} and "
+                "these optimizers."
             )
         for index in self._optimizer_indices(trainer):
             optimizer = trainer.optimizers[index]
@@ -295,20 +308,20 @@ class MomentumDecay(pl.Callback):
         return f"{type(self).__qualname__}{ {'optimizers': self.optimizers} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """total_steps and the steps completed by each optimizer; empty before a first fit."""
+        """total_steps and the steps completed by each optimizer; {} before the first fit."""
         if self._total_steps == 0:
             return {}
         return {"total_steps": self._total_steps, "steps": list(self._steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load total_steps and step counts; also during a fit, as after a search for the lr."""
+        """Load total_steps and step counts; Lightning's lr finder does so during a fit as well."""
         total: Any = state_dict.get("total_steps")
         steps: Any = state_dict.get("steps")
         numbers = [total, *steps] if isinstance(steps, list) else [None]
         if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or not total:
             raise ValueError(
                 f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
-                f"1 or more, and is {total!r:.50}; steps a list of counts, and is {steps!r:.50}."
+                f"1 or more, got {total!r:.50}; steps must be a list of counts, got {steps!r:.50}."
             )
         if self._is_fit or not self._steps:  # a test of a checkpoint keeps the counts of a fit
             self._total_steps, self._steps = total, list(steps)
@@ -317,14 +330,14 @@ class MomentumDecay(pl.Callback):
 class LRCompensation(MomentumDecay):
     """Control of `MomentumDecay`: applies its lr in every update, but leaves beta1 unchanged.
 
-    The lr is that of the optimizer times lr_factor of `momentum_decay`(step, total_steps, beta0,
-    min_beta1). It equals the lr of MomentumDecay with an initial beta1 of `beta0` bit for bit, so
-    two such runs differ only in momentum.
+    The lr is the optimizer's lr times the lr_factor of
+    `momentum_decay(step, total_steps, beta0, min_beta1)`. Bit for bit, it equals the lr of a run
+    with `MomentumDecay` and an initial beta1 of `beta0`. The two runs differ only in momentum.
 
     Args:
-        total_steps: length of the schedule in optimizer steps; None uses the Trainer's.
+        total_steps: length of the schedule in optimizer steps; None uses the length of the fit.
         beta0: initial beta1 of the run to compare with.
-        min_beta1: floor of beta1 of that run.
+        min_beta1: floor of beta1 in the run to compare with.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Example:
@@ -353,5 +366,5 @@ class LRCompensation(MomentumDecay):
 
 
 def _beta1(group: Mapping[str, Any]) -> float | None:
-    """The momentum of a param group: its first beta, else `momentum`; None without either."""
+    """The momentum of a param group: its first beta, else `momentum`; None if it has neither."""
     return group["betas"][0] if "betas" in group else group.get("momentum")

@@ -1,4 +1,4 @@
-"""The loss at fixed noise levels, which shows at which levels a model is good."""
+"""Measure the loss at fixed noise levels, to see at which levels a model is good."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -23,24 +23,25 @@ from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
 class NoiseLevelLoss(PeriodicEvaluation):
     """Logs the mean loss of fixed images with fixed noise at levels u = (i + 1/2) / num_levels.
 
-    The metrics are `val/loss_u0.05`, ..., `val/loss_u0.95` (or `train/...`, for training images);
-    u = 1 is the noisiest. Images, noise and levels are the same every time, so only the weights
-    change the values. Every rank computes all of them, so they do not depend on the batch size or
-    the number of ranks.
+    The metrics are `val/loss_u0.05`, ..., `val/loss_u0.95`, where u = 1 is the noisiest level. For
+    training images they are `train/loss_u0.05` and so on. Images, noise and levels are the same
+    every time, so only the weights change the values. Every rank computes all values, so they do
+    not depend on the batch size or the number of ranks.
 
     Args:
         num_levels: number of noise levels, >= 1.
-        num_images: number of images, evenly spaced over the first data set; at most all of it.
+        num_images: number of images, evenly spaced over the first data set. A smaller data set is
+            used in full.
         every_n_steps: None measures held-out images after every validation, with the weights that
-            were validated. A number of optimizer steps measures training images, with averaged
-            weights if a callback provides them, and logs to the loggers only.
-        images: where the images of a batch are: an index, a key, or a function of the batch; None
-            uses the batch itself, its first part, or the one image tensor of a dictionary. They
+            were validated. A number n measures training images after every n optimizer steps, with
+            averaged weights if a callback provides them. It logs to the loggers only.
+        images: where the images of a batch are: an index, a key, or a function of the batch. None
+            uses the batch itself, its first part, or the one image tensor of a dictionary. Images
             are passed to the module's codec unchanged. Labels are the second part of a tuple.
 
     Raises:
-        ValueError: bad numbers, no validation, or data that cannot be indexed.
-        TypeError: for a module that is not `protocols.HasNoiseLevels`.
+        ValueError: for invalid numbers, a fit without validation, or data that cannot be indexed.
+        TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Example:
         >>> NoiseLevelLoss(num_levels=4).levels
@@ -105,7 +106,18 @@ def noise_level_losses(
     noise: Tensor,
     levels: Sequence[float],
 ) -> Tensor:
-    """(L,) float64 mean loss of x0 (B, C, H, W) at each of L levels u, with the same noise."""
+    """Compute the mean loss of a batch at each noise level, with the same noise.
+
+    Args:
+        module: gives the loss of each sample.
+        x0: (B, C, H, W) encoded images.
+        labels: labels or conditions of the B images, or None.
+        noise: (B, C, H, W).
+        levels: L noise levels u in [0, 1].
+
+    Returns:
+        (L,) float64.
+    """
     means = []
     for u in levels:
         t = module.process.from_unit(torch.full((len(x0),), u, dtype=torch.float64)).to(x0.device)

@@ -1,4 +1,4 @@
-"""Power-function averages of weights, with snapshots to reconstruct other widths afterwards."""
+"""Power-function averages of weights, with snapshots from which other widths are reconstructed."""
 
 import shutil
 from math import prod
@@ -24,32 +24,36 @@ from lit_diffusion.files import check_regular
 class PowerEMA(EMA):
     """EMA whose decay grows with the step, so that it averages over a fixed fraction of the run.
 
-    After step n: shadow = d shadow + (1 - d) weight with d = (1 - 1 / n)^(gamma + 1). gamma follows
-    from the relative width, the standard deviation of the averaged steps divided by the number of
-    steps so far; 0.05 and 0.10 are usual. Averages of other widths can be reconstructed from a
-    checkpoint with two widths and earlier snapshots: `load(run, weights="power_0.07")`,
+    After step n: shadow = d shadow + (1 - d) weight, with d = (1 - 1 / n)^(gamma + 1). The relative
+    width sets gamma. It is the standard deviation of the averaged steps, divided by the number of
+    steps so far; 0.05 and 0.10 are usual. The names of the weights are "power_<width>", and "ema"
+    for the first width. Steps are counted from the start of the averages.
+
+    If a run has two widths and snapshots, averages of other widths can be reconstructed from a
+    checkpoint and the snapshots before it: `load(run, weights="power_0.07")`, or
     `lit-diffusion evaluate --ema 0.03,0.07,0.15`. 30 snapshots suffice for widths of 0.02 to 0.25.
-    A width is refused if the relative error of its profile exceeds 0.1.
+    A width raises an error if the relative error of its profile exceeds 0.1.
 
     Like `EMA`, it averages trainable parameters in float32, validates, tests and predicts with the
-    first average, and leaves the raw weights in `state_dict()` and checkpoints. The weights are
-    named "ema" (the first width) and "power_<width>". Steps are counted from the start of the
-    averages. A resume deletes later snapshots and cannot add a width. A checkpoint stores the
-    SHA-256 of its snapshots, and others are refused. Float32 rounding errors of the averages grow
-    with the steps: after 400,000 steps they are 0.3% of the difference between widths 0.05 and 0.10
-    if weights move by 10% in a run, and more if they move less.
+    first average, and leaves the raw weights in `state_dict()` and checkpoints. A resume deletes
+    the snapshots of later steps and cannot add a width. A checkpoint stores the SHA-256 of its
+    snapshots, and snapshots with another hash raise an error.
+
+    Rounding errors of the averages in float32 grow with the steps. After 400,000 steps they are
+    0.3% of the difference between widths 0.05 and 0.10 if weights move by 10% in a run, and more if
+    weights move less.
 
     Args:
         widths: relative widths, one or more, above 0 and below 0.289.
         snapshot_every_n_steps: optimizer steps between snapshots, which are written to
-            `ema-snapshots/` in the run folder, beside `checkpoints/`; None writes none.
+            `ema-snapshots/` in the run folder, next to `checkpoints/`; None writes none.
         prefix: submodule to average, such as "network"; "" for all.
-        on_cpu: whether to store the averages in CPU memory. Saves GPU memory but is slower, because
-            each update copies the weights.
+        on_cpu: whether to store the averages in CPU memory. This saves GPU memory but is slower,
+            because each update copies the weights.
 
     Raises:
         ValueError: for a width out of range, two PowerEMA with snapshots, or a checkpoint that
-            lacks a width; like `EMA`, for a prefix without parameters, overlapping EMAs, or an
+            lacks a width. Like `EMA`, for a prefix without parameters, overlapping EMAs, or an
             unsupported strategy.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 3.
@@ -73,8 +77,8 @@ class PowerEMA(EMA):
         self.snapshot_every_n_steps = snapshot_every_n_steps
         if snapshot_every_n_steps is not None and snapshot_every_n_steps < 1:
             raise ValueError(
-                f"snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}; None "
-                "keeps no snapshots."
+                f"snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}; pass "
+                "None for no snapshots."
             )
         self._last_snapshot = 0  # step of the last snapshot
         self._hashes: dict[int, str] = {}  # step of each snapshot -> SHA-256
@@ -96,8 +100,9 @@ class PowerEMA(EMA):
         saved = state_dict.get("decays", self.decays)
         if new := sorted(set(self.decays) - set(saved)):
             raise ValueError(
-                f"PowerEMA(widths={self.decays}): the checkpoint has averages of {tuple(saved)}, "
-                f"and one of {new[0]:g} would lack the steps before; keep the widths of the run."
+                f"PowerEMA(widths={self.decays}): the checkpoint has the widths {tuple(saved)}, "
+                f"and an average of width {new[0]:g} would lack the steps before; keep the widths "
+                "of the run."
             )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -107,8 +112,9 @@ class PowerEMA(EMA):
         writers = [each for each in callbacks if getattr(each, "snapshot_every_n_steps", None)]
         if len(writers) > 1:
             raise ValueError(
-                "two PowerEMA would write snapshots of equal names; give one of them "
-                "snapshot_every_n_steps=None, or one a prefix that holds both."
+                "two PowerEMA would write snapshots with the same names; pass "
+                "snapshot_every_n_steps=None to one of them, or use one PowerEMA whose prefix "
+                "contains both."
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

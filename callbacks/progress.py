@@ -1,4 +1,4 @@
-"""Progress by optimizer steps: a bar for terminals, plain lines for batch systems and pipes."""
+"""Progress in optimizer steps: a bar for terminals, plain lines for batch systems and pipes."""
 
 import logging
 import math
@@ -20,7 +20,7 @@ from lit_diffusion.callbacks.trainer_state import may_read, should_log, total_st
 def format_progress(
     step: int, total: float, epoch: int, metrics: Mapping[str, float], seconds: float, done: int
 ) -> str:
-    """One line with step, epoch, metrics, speed and remaining time.
+    """Format one line with step, epoch, metrics, speed and remaining time.
 
     Args:
         step: optimizer steps of the run so far.
@@ -40,7 +40,13 @@ def format_progress(
 
 
 def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]:
-    """Speed and remaining time of a process with `done` finished and `left` remaining units.
+    """Format the speed and the remaining time of a process.
+
+    Args:
+        unit: what is counted, in the singular.
+        done: units finished in `seconds`.
+        left: units that remain; inf for a process without an end.
+        seconds: time so far.
 
     Example:
         >>> format_speed("image", 20, 80, seconds=40.0)
@@ -56,16 +62,16 @@ def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]
 
 
 class LoggedLoss(ProgressBar):
-    """Base of progress bars that show train/loss, on a GPU that of the last logging step.
+    """Base of progress bars that show train/loss without waiting for the GPU in each batch.
 
-    Modules log it without `prog_bar=True`, with which Lightning would wait for the device at every
-    batch.
+    On a GPU they show the loss of the last logging step. Modules should log train/loss without
+    `prog_bar=True`, because Lightning would then wait for the device at every batch.
     """
 
     _loss: float | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Read the loss where loggers do."""
+        """Read the loss in steps in which loggers read it."""
         if should_log(trainer):
             self._read_loss(trainer)
 
@@ -101,7 +107,7 @@ class PlainProgress(LoggedLoss):
         self._is_enabled = True
         self._start_time, self._start_step = 0.0, 0
         self._total = math.inf
-        self._last_line = 0.0  # time of it
+        self._last_line = 0.0  # time of the last line
 
     def disable(self) -> None:
         """Stop printing; Lightning calls this on all ranks except rank 0."""
@@ -152,7 +158,7 @@ class PlainProgress(LoggedLoss):
 class StepBar(LoggedLoss, TQDMProgressBar):
     """Progress bar that counts the optimizer steps of the whole run, not the batches of an epoch.
 
-    Its speed and remaining time include validations. Log lines are printed above it.
+    The speed and the remaining time include validations. Log lines are printed above the bar.
 
     Example:
         >>> trainer = Trainer(callbacks=[StepBar()], logger=False, accelerator="cpu")

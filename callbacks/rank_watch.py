@@ -1,7 +1,8 @@
-"""End all ranks when one of them fails, dies or hangs, with a message that names it.
+"""End all ranks when one of them fails, is killed or hangs, with a message that names it.
 
-A thread of each rank writes heartbeats into the store of the process group. Rank 0 reads those of
-all ranks and writes into its heartbeat, which the others read, which rank has failed.
+A thread of each rank writes heartbeats into the store of the process group. Rank 0 reads the
+heartbeats of all ranks. If a rank has failed, rank 0 writes its name into its own heartbeat, which
+all ranks read.
 """
 
 import json
@@ -29,14 +30,19 @@ _INSTALLED = ("<", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib",
 
 
 class RankWatch(Callback):
-    """Ends all ranks when one fails, dies or hangs, with a message that names it.
+    """Ends all ranks when one of them fails, is killed or hangs, with a message that names it.
 
-    The others print it, such as "rank 1 has kept the others waiting for 60 s at step 17, in
-    data.py:33 (read)", and exit with code 1. All ranks need the callback; list it first.
+    The other ranks print the message and exit with code 1. An example is "rank 1 has kept the
+    others waiting for 60 s at step 17, in data.py:33 (read)". All ranks need this callback. List
+    it first.
 
     Args:
-        timeout: seconds that a rank may be silent or keep others waiting, >= 3; None is the timeout
-            of the strategy's collectives, 1800 s by default.
+        timeout: seconds for which a rank may be silent or keep the others waiting, >= 3. None uses
+            the timeout of the strategy's collectives, 1800 s by default.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(callbacks=[RankWatch(timeout=60)], accelerator="cpu", logger=False)
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -58,7 +64,7 @@ class RankWatch(Callback):
             self._watch = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: Any) -> None:
-        """Report the exception to the other ranks, or get its cause from them."""
+        """Report the exception to the other ranks, or read from them which rank caused it."""
         if self._watch is None:  # raised before `setup`
             self.setup(trainer, pl_module, "")
         if self._watch is None:
@@ -76,22 +82,37 @@ class RankWatch(Callback):
 
 @dataclass
 class Heartbeat:
-    """State of a rank, which it writes into the store several times a second."""
+    """State of a rank, which it writes into the store several times a second.
+
+    Example:
+        >>> Heartbeat(beats=1, collectives=20, place="at step 3").state
+        'running'
+    """
 
     beats: int = 0  # number of heartbeats; 0 before the first
-    collectives: int = 0  # collectives entered; the others wait for a rank with a smaller number
-    place: str = "at step 0"  # and position of the main thread in the code
+    collectives: int = 0  # collectives entered; the others wait for the rank with the fewest
+    place: str = "at step 0"  # the step, and the position of the main thread in the code
     process: str = ""  # machine and process id
-    state: str = "running"  # or "lost" (its collective broke), "ended"
+    state: str = "running"  # or "lost" (a collective has failed), "ended"
     message: str = ""  # names the rank that has failed
-    heard: float = 0.0  # time at which the reader received it; -inf once its process has died
+    heard: float = 0.0  # time at which the reader received it; -inf once its process has ended
     since: float = 0.0  # time at which the reader saw `collectives` or `state` change
 
 
 def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str:
-    """Message that names the rank that ended the run for all; "" if there is none.
+    """Name the rank that ended or blocked the run, in a message; "" if there is none.
 
-    Silent ranks come before those that the others wait for, then the one furthest behind.
+    Silent ranks are named first, and then ranks that the others wait for. Of several such ranks,
+    the one that is furthest behind is named.
+
+    Args:
+        ranks: the last heartbeat of each rank.
+        now: the reader's time in seconds.
+        timeout: seconds for which a rank may be silent or keep the others waiting.
+
+    Example:
+        >>> find_culprit({0: Heartbeat(beats=9), 1: Heartbeat(beats=9)}, now=1.0, timeout=60)
+        ''
     """
     running = [beat for beat in ranks.values() if beat.state != "ended"]
     broken = any(beat.state == "lost" and now - beat.since > PATIENCE for beat in running)
@@ -129,14 +150,14 @@ class _Watch(threading.Thread):
         start, self._state = self._now, state
         self._has_left.set()
         self.join(2 * PATIENCE)
-        rank_0, self._ranks = {0: self._ranks[0]}, {}  # rank 0 awaits nobody any longer
+        rank_0, self._ranks = {0: self._ranks[0]}, {}  # rank 0 does not wait for others any longer
         if state != "lost" or self._now - start > PATIENCE:
             return self._beat.message
         return self._beat.message or find_culprit(rank_0, math.inf, 0)  # its store does not answer
 
     def run(self) -> None:
-        """Watch until the store has the end of this rank; on rank 0, that of all ranks."""
-        beat, store = self._beat, self._group.get_group_store().clone()  # that one may be busy
+        """Watch until the store has the end of this rank; on rank 0, the end of all ranks."""
+        beat, store = self._beat, self._group.get_group_store().clone()  # the other may be busy
         run_number = store.add(f"rank_watch/{self._rank}", 1)
         store = PrefixStore(f"rank_watch/{run_number}", store)
         try:
@@ -155,7 +176,7 @@ class _Watch(threading.Thread):
             os._exit(1)
 
     def _exchange(self, store: Store) -> bool:
-        """Write a heartbeat and read those of other ranks; return whether the watch goes on."""
+        """Write a heartbeat and read those of other ranks; return whether to continue."""
         beat, state = self._beat, self._state  # read before the failure, which `leave` sets first
         beat.message = beat.message or self._failure
         beat.state = "ended" if beat.message and state == "lost" else state
@@ -182,7 +203,7 @@ class _Watch(threading.Thread):
 
 
 def _live_process(number: int | str) -> str:
-    """Machine and id of a process that has not ended; "" if it has, or outside Linux."""
+    """Machine and id of a process that is running; "" if it has ended, or outside Linux."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         if Path(f"/proc/{number}/stat").read_text().rpartition(") ")[2][0] not in "ZX":
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

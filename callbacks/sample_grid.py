@@ -1,4 +1,4 @@
-"""Grids of samples from fixed seeds, and of their nearest training images."""
+"""Write grids of samples from fixed seeds, and of their nearest training images."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -44,19 +44,19 @@ MAX_TRAINING_BYTES = 2**28
 class SampleGrid(PeriodicEvaluation):
     """Writes grids of the samples of seeds 0, ..., num - 1 as PNG files.
 
-    Files go to loggers (TensorBoard, W&B, MLflow, Comet) and to `samples/` in the run folder: that
-    of `lit-diffusion fit`, or in other projects the folder of the first logger's version, or
-    `default_root_dir` if there is no logger. File names contain the weights: "ema" if a callback
-    provides them, else "raw".
+    Grids go to loggers (TensorBoard, W&B, MLflow, Comet) and to `samples/` in the run folder.
+    `lit-diffusion fit` sets the run folder. In other projects it is the folder of the first
+    logger's version, or `default_root_dir` if there is no logger. File names contain the name of
+    the weights: "ema" if a callback provides averages, else "raw".
 
     - `step-00001000-ema.png`: the samples, with class names if the data module has `class_names`.
       Small images are enlarged by an integer factor.
-    - `nearest-00001000-ema.png`: each sample beside its nearest training image in pixel space, out
-      of at most 256 MB of evenly spaced training images. Needs training images of the samples'
-      shape; otherwise a message is logged once.
-
-    Together with the latter, logs `val/memorized`: the fraction of samples that are nearer to a
-    training image than the median held-out image is. About 0.5 for new images, 1 for copies.
+    - `nearest-00001000-ema.png`: each sample next to its nearest training image in pixel space,
+      among at most 256 MB of evenly spaced training images. If there are no training images with
+      the samples' shape, this grid is left out and a message is printed once.
+    - `val/memorized`, a metric that is logged with the second grid: the fraction of samples that
+      are nearer to a training image than the median held-out image is. It is about 0.5 for new
+      images and 1 for copies.
 
     Every rank generates all samples. The random state of training is unchanged.
 
@@ -71,9 +71,9 @@ class SampleGrid(PeriodicEvaluation):
             dictionary.
 
     Raises:
-        ValueError: bad numbers; at fit start, labels that are no classes of the module, a fit in
-            which the callback would never run, or grids of another run in the folder of a new one.
-        TypeError: at fit start, for a module without `generate(seeds, labels=None)`.
+        ValueError: for invalid numbers. At fit start, if labels are not classes of the module, if
+            the callback would never run, or if the folder of a new run has grids of another run.
+        TypeError: at fit start, if the module has no `generate(seeds, labels=None)`.
 
     Example:
         >>> SampleGrid(num=20, labels=range(10), every_n_steps=500).labels
@@ -92,9 +92,9 @@ class SampleGrid(PeriodicEvaluation):
         if min(num, batch_size) < 1:
             raise ValueError(f"num and batch_size must be at least 1, got {num} and {batch_size}.")
         if num > 10_000:
-            raise ValueError(f"num must be at most 10000, which fill one picture, got {num}.")
+            raise ValueError(f"num must be at most 10000, to fit into one image, got {num}.")
         if labels is not None and not len(labels):
-            raise ValueError("labels must hold at least one label; pass None for no labels.")
+            raise ValueError("labels must have at least one label; pass None for no labels.")
         self.num = num
         self.labels = None if labels is None else list(labels)
         self.batch_size = batch_size
@@ -104,7 +104,7 @@ class SampleGrid(PeriodicEvaluation):
         self._median_distance: Tensor | None = None  # of held-out images to the training images
 
     def metric_names(self) -> list[str]:
-        """The name of the metric, which is logged if there are training and held-out images."""
+        """Name of the metric, which needs training and held-out images."""
         return ["val/memorized"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,7 +139,7 @@ class SampleGrid(PeriodicEvaluation):
             except NonFiniteSamples as error:  # raised on every rank; training can continue
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return {}
-        if not self._has_read_images:  # outside autocast, which data sets need not expect
+        if not self._has_read_images:  # outside autocast, which a data set need not support
             with isolate_rng():
                 train, val = (split_images(trainer, n, self.images) for n in ("train", "val"))
                 if trainer.is_global_zero:
@@ -214,7 +214,14 @@ class SampleGrid(PeriodicEvaluation):
 
 
 def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:
-    """Log a picture to TensorBoard, W&B, MLflow and Comet; other loggers are skipped."""
+    """Log an image to TensorBoard, W&B, MLflow and Comet; other loggers are skipped.
+
+    Args:
+        loggers: loggers of a Trainer.
+        name: name of the image.
+        picture: the image.
+        step: step of the loggers.
+    """
     for logger in loggers:
         if isinstance_lightning(logger, TensorBoardLogger):
             logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
@@ -235,7 +242,11 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
         width: approximate width of the grid in pixels.
 
     Returns:
-        (C, height, width) uint8; grey images become 3 channels.
+        (C, height, width) uint8. Grey images become images with 3 channels.
+
+    Example:
+        >>> image_grid(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), width=64).shape
+        torch.Size([3, 70, 70])
     """
     square = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
     columns = min(square, len(images))
@@ -253,7 +264,7 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
 
 
 def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:
-    """Class names of `num` images with the given labels, repeated in turn; "" for label -1.
+    """List the class names of `num` images whose labels repeat in turn; "" for label -1.
 
     Example:
         >>> class_captions([1, 0, -1], ["cat", "dog"], 4)

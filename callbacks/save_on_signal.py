@@ -28,25 +28,25 @@ class SaveOnSignal(AccumulationTracker, Callback):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends the process.
 
     The exit code is 75 after a signal of a batch system, 130 after Ctrl-C, and 129 after SIGHUP,
-    which a closing terminal sends. Under nohup, SIGHUP stays ignored.
+    which a terminal sends when it closes. Under nohup, SIGHUP stays ignored.
 
-    A safe point is the end of a training batch that stepped the optimizer, or the end of the
-    validation after it. The last batch of an epoch is not a safe point, as a resume would skip the
-    hooks of the epoch's end. All ranks save after the same step, whichever of them receive the
-    signal. Further signals have no effect, except a second Ctrl-C before the save, which ends the
-    process at once.
+    A safe point is the end of a training batch in which the optimizer stepped, or the end of the
+    validation after it. The last batch of an epoch is not a safe point, because a resume would skip
+    the hooks of the epoch's end. All ranks save after the same step, no matter which of them
+    receive the signal. Further signals have no effect. Only a second Ctrl-C before the save ends
+    the process at once.
 
-    In a SLURM job that is preempted, or signalled by `sbatch --signal=SIGUSR1`, rank 0 asks SLURM
-    to requeue the job. Lightning's own handlers, which save inside the handler, are disabled.
+    If a SLURM job is preempted, or is signalled by `sbatch --signal=SIGUSR1`, rank 0 asks SLURM to
+    requeue the job. Lightning's own handlers are disabled, because they save inside the handler.
 
     Args:
         folder: folder of last.ckpt; None is checkpoints/ in the Trainer's `default_root_dir`.
-        signals: names of the signals to save on.
+        signals: names of the signals after which to save.
         requeue: whether to requeue a SLURM job.
 
     Raises:
-        ValueError: for unknown signals; at the start of a fit, if Lightning has silently selected
-            a checkpoint of another job, or a new fit would replace the last.ckpt of another.
+        ValueError: for unknown signals. At the start of a fit, if Lightning would resume from a
+            checkpoint of another job, or if a new fit would replace the last.ckpt of another fit.
 
     Example:
         >>> saver = SaveOnSignal("checkpoints")
@@ -74,21 +74,22 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
     @property
     def path(self) -> Path:
-        """The checkpoint that is saved; unknown before a fit if no folder was passed."""
+        """Path of the checkpoint; raises ValueError before a fit if no folder was passed."""
         if self.folder is None:
             raise ValueError("SaveOnSignal has no folder before a fit; pass one.")
         return self.folder / "last.ckpt"
 
     def checkpoint_of_requeue(self) -> Path | None:
-        """The checkpoint to resume from if this is a requeue of the SLURM job that saved it."""
+        """The checkpoint to resume if SLURM has requeued the job that saved it, else None."""
         path = path_after_replace(self.path)
         return path if is_requeue_of(path.parent) and is_checkpoint(path) else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start recording signals, and move this callback to the end of the list."""
         if stage == "fit":
-            # A new list, as Lightning iterates over this one. `Checkpoint` as a base class would
-            # also move it last, but then Lightning would not add its default ModelCheckpoint.
+            # The list must be a new one, because Lightning iterates over the old one. A base class
+            # `Checkpoint` would also make this callback the last, but then Lightning would not add
+            # its default ModelCheckpoint.
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             others = [callback for callback in callbacks if callback is not self]
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
@@ -102,8 +103,8 @@ class SaveOnSignal(AccumulationTracker, Callback):
         if resumed.name.startswith("hpc_ckpt_") and job_id():
             # Lightning resumes from hpc_ckpt_1.ckpt of any job in the same folder.
             raise ValueError(
-                f"{resumed} was left by another job and would be resumed from unasked; to go on "
-                "from it, rename it and pass it as ckpt_path, else delete it."
+                f"{resumed} is of another job, and Lightning would resume from it unasked; to "
+                "resume from it, rename it and pass it as ckpt_path, else delete it."
             )
         fix = "resume from it by ckpt_path, move it away, or give SaveOnSignal another folder"
         refuse_other_run(trainer, self.path, self.path.exists(), fix)
@@ -115,7 +116,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
             mark_checkpoints(self.path.parent)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """End the process if it has saved; by now the last step is complete and logged."""
+        """End the process if it has saved; the step of the save is complete and logged by now."""
         if self._exit is not None:
             raise self._exit
         super().on_train_batch_start(trainer)
@@ -150,14 +151,14 @@ class SaveOnSignal(AccumulationTracker, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Restore the handlers, unless a save ends the process: its exit code must not change."""
+        """Restore the handlers, unless a save ends the process, whose exit code must not change."""
         if not isinstance(exception, SavedOnSignal):
             self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Trainer) -> None:
         is_unsafe = self.is_accumulating(trainer) or ends_epoch(trainer)
         if self._exit is not None or is_unsafe or is_ending(trainer):
-            return  # gradients are not in a checkpoint, and a complete run ends as usual
+            return  # checkpoints have no accumulated gradients, and a complete run ends as usual
         saved = SavedOnSignal(self._signal, trainer.global_step, self.path)
         self._recorder.ignore()
         trainer.save_checkpoint(self.path, weights_only=False)
@@ -173,7 +174,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
 
 class _MaxReducer:
-    """Maximum of a number over all ranks, which they receive at the same call."""
+    """Maximum of a number over all ranks; all ranks get the same value in the same call."""
 
     def __init__(self, trainer: Trainer | None = None) -> None:
         self._group: Any = None
@@ -183,7 +184,7 @@ class _MaxReducer:
             self._group = dist.new_group(backend="gloo")
 
     def reduce_async(self, number: int) -> int:
-        """Maximum of the previous call's numbers; starts an async all-reduce of this call's.
+        """Return the maximum of the last call's numbers, and start an all-reduce of this call's.
 
         Without other ranks, returns `number`.
         """
@@ -196,7 +197,7 @@ class _MaxReducer:
         return maximum
 
     def reduce(self, number: int) -> int:
-        """Maximum over the numbers of this and the previous call; waits for the other ranks."""
+        """Return the maximum over this and the last call's numbers; waits for the other ranks."""
         return max(self.reduce_async(number), self._wait()) if self._group else number
 
     def close(self) -> None:

@@ -15,9 +15,16 @@ _JOB_FILE = "slurm-job"
 
 
 def job_id() -> str | None:
-    """Id of the job for SLURM's commands, such as 7 or 7_2 (array_task); None outside SLURM.
+    """Id of the job in SLURM's commands, such as 7, or 7_2 for a task of an array.
 
     SLURM_JOB_ID alone is ambiguous: in one task of an array it equals the id of the whole array.
+
+    Returns:
+        The id; None outside SLURM.
+
+    Example:
+        >>> job_id()  # in task 2 of the array job 7  # doctest: +SKIP
+        '7_2'
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:
@@ -26,11 +33,18 @@ def job_id() -> str | None:
 
 
 def requeue_job(job: str, number: signal.Signals) -> str:
-    """Ask SLURM to requeue a running job after a signal; return the outcome as a sentence.
+    """Ask SLURM to requeue a running job after a signal.
 
-    After SIGTERM, requeues only a job that SLURM preempts: otherwise a user has stopped this
-    process and may have other work in the job. A job that was cancelled or has reached its time
+    After SIGTERM, a job is requeued only if SLURM preempts it. Otherwise a user has stopped this
+    process, and may have other work in the job. A job that was cancelled or has reached its time
     limit is not requeued.
+
+    Args:
+        job: id of the job (`job_id`).
+        number: the signal that this process has received.
+
+    Returns:
+        A sentence that tells whether the job is requeued, and why.
     """
     status = _run(["scontrol", "show", "job", "--oneliner", job])
     states = set(re.findall(r"\bJobState=(\S+)", status.stdout))
@@ -49,14 +63,17 @@ def requeue_job(job: str, number: signal.Signals) -> str:
 
 
 def mark_checkpoints(folder: Path) -> None:
-    """In a SLURM job, write the job's id and restart count into a folder of checkpoints."""
+    """Write the id and the restart count of this SLURM job into a folder of checkpoints.
+
+    `is_requeue_of` reads them after a restart. Outside SLURM, nothing is written.
+    """
     if job := job_id():
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write_text(folder / _JOB_FILE, f"{_cluster()} {job} {_restarts()}\n")
 
 
 def is_requeue_of(folder: Path) -> bool:
-    """Whether this process is a restart of the job that marked this folder of checkpoints."""
+    """Check whether this process is a restart of the job that marked the folder of checkpoints."""
     file = folder / _JOB_FILE
     if not file.is_file():
         return False
@@ -74,7 +91,7 @@ def _restarts() -> int:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a SLURM command in its own session, out of reach of signals; up to three attempts."""
+    """Run a SLURM command, up to three times, in a session of its own that gets no signals."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     for wait in (2.0, 8.0, 0.0):
         try:

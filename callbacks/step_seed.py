@@ -19,16 +19,16 @@ class StepSeed(pl.Callback):
 
     The seed is a hash of the run's seed, the rank, the optimizer step and the batch index.
 
-    Lightning seeds all ranks equally, so they would draw the same noise and noise levels in
-    `training_step`, and a resumed run would repeat the random numbers of the first epoch. With this
-    callback ranks differ, runs are reproducible, and a resumed run draws the same numbers as an
-    uninterrupted one. `DiffusionModule` does not need it: it seeds itself by the same key.
+    Without it, Lightning seeds all ranks equally, so all ranks draw the same noise and noise levels
+    in `training_step`. A resumed run repeats the random numbers of the first epoch. With it, ranks
+    differ, runs are reproducible, and a resumed run draws the same numbers as an uninterrupted one.
+    `DiffusionModule` does not need this callback, because it seeds itself by the same key.
 
     Args:
-        seed: seed of the run; None uses that of `seed_everything`.
+        seed: seed of the run; None uses the seed that was passed to `seed_everything`.
 
     Raises:
-        ValueError: at fit start, without a seed.
+        ValueError: at fit start, if there is no seed.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[StepSeed(seed=0)], accelerator="cpu", logger=False)
@@ -45,8 +45,8 @@ class StepSeed(pl.Callback):
         """Refuse a run without a seed."""
         if self._run_seed() is None:
             raise ValueError(
-                "StepSeed(seed=None) takes the seed of seed_everything(), which was not called; "
-                "call lightning.pytorch.seed_everything(0) or pass StepSeed(seed=0)."
+                "StepSeed(seed=None) needs the seed of seed_everything(), which was not called; "
+                "call lightning.pytorch.seed_everything(0) or use StepSeed(seed=0)."
             )
 
     def on_train_batch_start(

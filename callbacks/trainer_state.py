@@ -1,16 +1,19 @@
 """State of a running fit that callbacks need beyond Lightning's public API.
 
-Progress of the fit, checks of strategies and optimizers, tensors that are split over ranks or not
-finite, and a base class of callbacks that set noise levels. ema.py, momentum_decay.py,
-curriculum.py, loss_resampler.py, step_seed.py and finite_updates.py depend only on this file, torch
-and Lightning; copy any of them together with this file into your own package.
+This file has functions for the progress of a fit, for checks of strategies and optimizers, for
+tensors that are split over ranks or not finite, and a base class of callbacks that set noise
+levels.
 
-Callbacks use private names of Lightning only through this file. A test asserts that each exists
-with the expected signature, and setup.cfg caps lightning below the next minor version.
+ema.py, momentum_decay.py, curriculum.py, loss_resampler.py, step_seed.py and finite_updates.py
+depend only on this file, torch and Lightning. To use one of them in your own package, copy it
+together with this file.
 
-A split tensor is a torch DTensor, as created by FSDP2 or tensor parallelism: it has the shape of
-the whole tensor, and each rank stores a part, which may be empty. Functions marked collective must
-be called on every rank.
+Callbacks use private names of Lightning only through this file. A test asserts that each name
+exists with the expected signature. setup.cfg caps lightning below the next minor version.
+
+A split tensor is a torch DTensor, which FSDP2 and tensor parallelism create. It has the shape of
+the whole tensor, and each rank stores a part of it, which may be empty. A function marked
+"Collective" must be called on every rank.
 """
 
 import math
@@ -45,9 +48,13 @@ T = TypeVar("T")
 
 
 def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
-    """`isinstance` for a class of Lightning, from `lightning` or from `pytorch_lightning`.
+    """Check the class of an object, whether it comes from `lightning` or `pytorch_lightning`.
 
     Both packages may be installed, and each defines its own copy of every class.
+
+    Example:
+        >>> isinstance_lightning(pl.callbacks.EarlyStopping("val/loss"), pl.Callback)
+        True
     """
 
     def qualified_name(c: type) -> str:
@@ -56,14 +63,15 @@ def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
     return qualified_name(kind) in map(qualified_name, type(value).__mro__)
 
 
-# Where a fit stands
+# Progress of a fit
 
 
 class AccumulationTracker:
     """Mixin for callbacks that need to know whether gradients are being accumulated.
 
-    Checkpoints do not contain gradients. Under manual optimization, where the module accumulates
-    by itself, a batch without an optimizer step counts as accumulating.
+    Checkpoints do not contain gradients, so callbacks should not save while gradients accumulate.
+    Under manual optimization, in which the module accumulates by itself, a batch without an
+    optimizer step counts as accumulating.
     """
 
     _step_before: int | None = None
@@ -73,7 +81,7 @@ class AccumulationTracker:
         self._step_before = trainer.global_step
 
     def is_accumulating(self, trainer: pl.Trainer) -> bool:
-        """Whether gradients of the last batch are still to be used by an optimizer step."""
+        """Whether the last batch has gradients that no optimizer step has used yet."""
         if trainer.lightning_module.automatic_optimization:
             return is_accumulating(trainer)
         return trainer.global_step == self._step_before
@@ -101,23 +109,38 @@ def is_ending(trainer: pl.Trainer) -> bool:
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Whether an epoch of several steps ends here; a resume would skip the hooks of its end."""
+    """Whether an epoch of several steps ends here.
+
+    A resume from a checkpoint at this point would skip the hooks of the epoch's end.
+    """
     return trainer.is_last_batch and trainer.num_training_batches > trainer.accumulate_grad_batches
 
 
 def is_batch_ending(trainer: pl.Trainer) -> bool:
-    """Whether `on_train_batch_end` runs; Lightning's own name of the hook changes in a save."""
+    """Whether the Trainer runs `on_train_batch_end`, also during a save inside this hook."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.completed < batches.processed)
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """The Trainer of a module; None without one, where `module.trainer` raises an error."""
+    """The Trainer of a module; None if it has none, in which case `module.trainer` raises an error.
+
+    Example:
+        >>> attached_trainer(pl.LightningModule()) is None
+        True
+    """
     return module._trainer
 
 
 def completed_steps(module: pl.LightningModule) -> int | None:
-    """Optimizer steps completed in the fit; None outside a fit, as a new Trainer counts from 0."""
+    """Optimizer steps completed in the current fit; None outside a fit.
+
+    Outside a fit the Trainer's count has no meaning, because a new Trainer starts at 0.
+
+    Example:
+        >>> completed_steps(pl.LightningModule()) is None
+        True
+    """
     trainer = attached_trainer(module)
     fitting = trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
     return module.global_step if fitting else None
@@ -126,9 +149,14 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 def output_folder(trainer: pl.Trainer) -> str:
     """Folder for the files that callbacks write about this run; the same on all ranks. Collective.
 
-    It is `trainer.run_folder`, which the command line sets. In other projects it is where Lightning
-    makes `checkpoints/`: the folder of the first logger's version, or `default_root_dir` if there
-    is no logger.
+    The command line sets it as `trainer.run_folder`. In other projects it is the folder in which
+    Lightning makes `checkpoints/`: the folder of the first logger's version, or `default_root_dir`
+    if there is no logger.
+
+    Example:
+        >>> trainer = pl.Trainer(default_root_dir="runs", logger=False, accelerator="cpu")
+        >>> os.path.basename(output_folder(trainer))
+        'runs'
     """
     folder = getattr(trainer, "run_folder", trainer.default_root_dir)
     if not hasattr(trainer, "run_folder") and trainer.loggers:
@@ -139,13 +167,19 @@ def output_folder(trainer: pl.Trainer) -> str:
 
 
 def total_steps(trainer: pl.Trainer) -> int | None:
-    """Optimizer steps of the whole fit; None if it has no end. The Trainer loads its data."""
+    """Optimizer steps of the whole fit; None if it has no end. Sets up the training data.
+
+    Example:
+        >>> trainer = pl.Trainer(max_steps=500, logger=False, accelerator="cpu")
+        >>> total_steps(trainer)
+        500
+    """
     steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
     kind = pl.callbacks.GradientAccumulationScheduler
     callbacks, batches = trainer.callbacks, trainer.num_training_batches  # type: ignore[attr-defined]
     schedulers = [c for c in callbacks if isinstance_lightning(c, kind)]
     if schedulers and epochs is not None and epochs >= 0 and batches < math.inf:
-        # The Trainer's estimate uses the factor of the first epoch for all epochs.
+        # The Trainer's own estimate uses the accumulation factor of the first epoch for all epochs.
         sizes = map(schedulers[-1].get_accumulate_grad_batches, range(epochs))
         steps = sum(math.ceil(batches / size) for size in sizes)
         steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
@@ -153,20 +187,23 @@ def total_steps(trainer: pl.Trainer) -> int | None:
 
 
 def should_log(trainer: pl.Trainer) -> bool:
-    """Whether metrics of the current batch are sent to loggers (`log_every_n_steps`)."""
+    """Whether metrics of the current batch are sent to loggers (see `log_every_n_steps`)."""
     return trainer._logger_connector.should_update_logs
 
 
 def may_read(trainer: pl.Trainer) -> bool:
-    """Whether the host may read a value of the device: on a CPU, and in steps that log anyway."""
+    """Whether reading a value costs no extra wait: always on a CPU, else in steps that log."""
     return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
 
 
 def confirm_updates(trainer: pl.Trainer) -> None:
-    """Stop the run if an update was skipped on the device without the host knowing. Collective.
+    """Stop the run if the device has skipped an update that the host does not know of. Collective.
 
-    To be called in `on_train_batch_end` before the weights are evaluated or written. Calls the
-    method of this name of each callback that has one, as FiniteUpdates does.
+    Call it in `on_train_batch_end` before weights are evaluated or written. It calls the method
+    `confirm_updates` of each callback that has one, such as FiniteUpdates.
+
+    Example:
+        >>> confirm_updates(pl.Trainer(logger=False, accelerator="cpu"))
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if (confirm := getattr(callback, "confirm_updates", None)) is not None:
@@ -174,37 +211,46 @@ def confirm_updates(trainer: pl.Trainer) -> None:
 
 
 def logger_step(trainer: pl.Trainer) -> int:
-    """The step that Lightning passes to loggers during a batch or its validation.
+    """The step that Lightning passes to loggers during a batch or the validation after it.
 
-    Counts batches that made a step, from 0; `global_step` instead sums the steps of all optimizers.
-    Lightning logs metrics at this step; for images and scores see `stepped_batches`.
+    It counts the batches with an optimizer step, from 0, whereas `global_step` adds up the steps of
+    all optimizers. Lightning logs metrics at this step. For images and scores see
+    `stepped_batches`.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def stepped_batches(trainer: pl.Trainer) -> int:
-    """Number of batches that made an optimizer step, including the current one once it is done.
+    """Number of batches with an optimizer step so far, including the current one once it is done.
 
-    Equal to `global_step` if each batch steps a single optimizer once.
+    It equals `global_step` if each batch steps a single optimizer once.
     """
     is_current_done = is_batch_ending(trainer) or trainer.validating
     return logger_step(trainer) + (is_current_done and not is_accumulating(trainer))
 
 
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
-    """Factor on the gradients before a step; not 1 where a fused optimizer unscales them itself."""
+    """Factor by which the gradients are still scaled when an optimizer steps.
+
+    It is 1 unless a fused optimizer unscales the gradients of a GradScaler inside its step.
+    """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
     return float(scaler.get_scale()) if unscales and scaler is not None else 1.0
 
 
 def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """The checkpoint being restored, which may be modified in place; {} without one."""
+    """The checkpoint that is being restored, which may be modified in place; {} without one."""
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
 def limited_batches(trainer: pl.Trainer, length: int) -> int:
-    """Number of training batches, of `length` in an epoch, under `trainer.limit_train_batches`."""
+    """Number of training batches per epoch that `trainer.limit_train_batches` leaves of `length`.
+
+    Example:
+        >>> limited_batches(pl.Trainer(limit_train_batches=0.5, logger=False), length=100)
+        50
+    """
     connector: Any = pl.trainer.connectors.data_connector  # type: ignore[attr-defined]
     stage = pl.trainer.states.RunningStage.TRAINING
     return int(connector._parse_num_batches(stage, length, trainer.limit_train_batches))
@@ -221,20 +267,34 @@ def enable_signal_handlers(trainer: pl.Trainer) -> None:
 
 
 def undivided_sampler(loader: Any) -> Any:
-    """The sampler of a loader, without Lightning's wrapper that divides it among ranks."""
+    """The sampler of a loader, without the wrapper by which Lightning divides it among ranks.
+
+    Example:
+        >>> type(undivided_sampler(torch.utils.data.DataLoader([1, 2]))).__name__
+        'SequentialSampler'
+    """
     divided: Any = getattr(loader.sampler, "dataset", None)
     is_wrapped = type(divided).__name__ == "_DatasetSamplerWrapper"
     return divided._sampler if is_wrapped else loader.sampler
 
 
 def is_built_from_config() -> bool:
-    """Whether LightningCLI is constructing the current module; its arguments are plain builtins."""
+    """Whether LightningCLI is constructing a module now, from arguments that are plain builtins."""
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in eval mode; restores the mode of each submodule."""
+    """Context in which a module is in eval mode; restores the mode of each submodule afterwards.
+
+    Example:
+        >>> module = nn.Dropout()
+        >>> with eval_mode(module):
+        ...     module.training
+        False
+        >>> module.training
+        True
+    """
     training = [submodule for submodule in module.modules() if submodule.training]
     module.eval()
     try:
@@ -257,14 +317,18 @@ def register_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> Re
 
 
 def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
-    """Raise ValueError if callback `name` cannot follow updates under the Trainer's strategy."""
+    """Raise ValueError if the callback `name` does not support the Trainer's strategy.
+
+    Example:
+        >>> refuse_strategy(pl.Trainer(logger=False, accelerator="cpu"), "EMA")
+    """
     strategy = trainer.strategy
     if isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         if "src_data_rank" not in signature(distribute_tensor).parameters:
             raise ValueError(f"{name} needs torch 2.7 or later for weights that are split.")
         return
     is_xla = any("XLA" in kind.__name__ for kind in type(strategy).__mro__)
-    # True for FSDPStrategy, DeepSpeedStrategy and all others of Lightning that split weights.
+    # True for FSDPStrategy, DeepSpeedStrategy and all other strategies that split weights.
     if is_xla or strategy.restore_checkpoint_after_setup:
         raise ValueError(
             f"{name} does not support {type(strategy).__name__}, which updates or saves weights in "
@@ -274,7 +338,7 @@ def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
 
 
 def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> None:
-    """Raise ValueError if weights are split and the strategy would save only one rank's part."""
+    """Raise ValueError if weights are split and a checkpoint would have only one rank's part."""
     strategy, split = trainer.strategy, find_dtensor(dict(module.named_parameters()))
     if split and not isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         raise ValueError(
@@ -287,22 +351,27 @@ def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: 
 
 
 def refuse_unhooked(optimizer: object) -> None:
-    """Raise ValueError if hooks on the optimizer's `step()` would not run."""
+    """Raise ValueError if hooks on the optimizer's `step()` would not run.
+
+    Example:
+        >>> refuse_unhooked(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    """
     # Optimizer.__init__ sets this mark; some wrappers of another optimizer do not call it.
     hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
     if not (hooked and isinstance(optimizer, Optimizer)):
         raise ValueError(
-            "Only a torch.optim.Optimizer whose step() runs hooks can be followed; "
+            "Optimizers must be a torch.optim.Optimizer whose step() runs hooks; "
             f"{type(optimizer).__name__} is something else, or has not called "
-            "Optimizer.__init__. Return torch's own optimizer, or the one inside, and use a "
-            "strategy such as 'ddp' that leaves it as it is."
+            "Optimizer.__init__. Return torch's own optimizer, or the optimizer inside this "
+            "wrapper, and use a strategy that does not wrap it, such as 'ddp'."
         )
 
 
 def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Whether `step(**kwargs)` is torch's step with lr 0 that only initializes optimizer state.
+    """Whether a call of `step(**kwargs)` only initializes the optimizer's state, with lr 0.
 
-    `torch.distributed.checkpoint.state_dict` makes it before it saves or loads an empty state.
+    `torch.distributed.checkpoint.state_dict` makes such a step before it saves or loads the state
+    of an optimizer that has none yet.
     """
     return dict(kwargs) == {"closure": None} and all(
         group.get("lr") == 0 for group in optimizer.param_groups
@@ -313,7 +382,12 @@ def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
 
 
 def all_gather_objects(value: T, world_size: int) -> list[T]:
-    """The values of all ranks, by rank. Collective."""
+    """Gather one value from each rank, in the order of ranks. Collective.
+
+    Example:
+        >>> all_gather_objects("loss", world_size=1)
+        ['loss']
+    """
     values = [value] * world_size
     if world_size > 1:
         torch.distributed.all_gather_object(values, value)
@@ -321,33 +395,65 @@ def all_gather_objects(value: T, world_size: int) -> list[T]:
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
-    """Whether a value is a tensor that is split over ranks."""
+    """Whether a value is a tensor that is split over ranks.
+
+    Example:
+        >>> is_dtensor(torch.zeros(1))
+        False
+    """
     return _HAS_DISTRIBUTED and isinstance(value, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a split tensor, sharing its memory; other tensors are returned as is."""
+    """This rank's part of a split tensor, with the same memory; other tensors are returned as is.
+
+    Example:
+        >>> local_part(torch.ones(2))
+        tensor([1., 1.])
+    """
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def saves_split_tensors(module: pl.LightningModule | None) -> bool:
     """Whether the module's strategy saves split tensors of callbacks part by part.
 
-    Lightning's own strategies do not. Others set the attribute `saves_split_tensors`.
+    A strategy that does so sets the attribute `saves_split_tensors`. Lightning's own do not.
+
+    Example:
+        >>> saves_split_tensors(pl.LightningModule())
+        False
     """
     trainer = getattr(module, "_trainer", None)
     return trainer is not None and getattr(trainer.strategy, "saves_split_tensors", False)
 
 
 def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
-    """Split `whole`, equal on all ranks, like `model`; no-op if it is split or `model` is not."""
+    """Split a tensor over ranks like another tensor.
+
+    Args:
+        whole: the tensor to split, equal on all ranks. It is returned unchanged if it is split
+            already.
+        model: the tensor whose split is used. If it is not split, `whole` is returned unchanged.
+
+    Example:
+        >>> distribute_like(torch.ones(2), model=torch.zeros(2))
+        tensor([1., 1.])
+    """
     if is_dtensor(whole) or not is_dtensor(model):
         return whole
     return distribute_tensor(whole, model.device_mesh, model.placements, src_data_rank=None)
 
 
 def find_dtensor(state: Any, name: str = "") -> str | None:
-    """The dotted path of the first split tensor in nested dicts and lists; None without one."""
+    """Find the first split tensor in nested dicts and lists, and return its dotted path.
+
+    Returns:
+        A path such as "shadows.0.weight"; None if no tensor is split.
+
+    Example:
+        >>> find_dtensor({"weight": torch.zeros(2)}) is None
+        True
+    """
     if is_dtensor(state):
         return name
     if isinstance(state, list | tuple):
@@ -362,7 +468,13 @@ def find_dtensor(state: Any, name: str = "") -> str | None:
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Gather the split tensors of a nested state as whole CPU tensors on rank 0, for a file.
 
-    Collective if tensors are split: other ranks then return {} and hold one whole tensor at a time.
+    Without split tensors, the state is returned as it is. Otherwise the function is collective:
+    rank 0 returns the state, and the other ranks return {} and never hold more than one whole
+    tensor.
+
+    Example:
+        >>> gather_state({"steps": 3})
+        {'steps': 3}
     """
     if find_dtensor(state) is None:
         return dict(state)
@@ -373,7 +485,7 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gather(value: Any, is_first: bool) -> Any:
     if is_dtensor(value):
-        # Parts offloaded to the CPU move back to the device on which the ranks communicate.
+        # Parts that were offloaded to the CPU move to the device on which ranks communicate.
         parts: Any = value.detach().to(value.device_mesh.device_type)
         whole = parts.full_tensor()
         return whole.cpu() if is_first else None
@@ -387,8 +499,12 @@ def _gather(value: Any, is_first: bool) -> Any:
 def reshard(module: nn.Module) -> None:
     """Free the gathered weights that FSDP2 keeps after a forward pass without a backward pass.
 
-    Until then `parameters()` returns the gathered copies, and the next forward pass uses them even
-    if the sharded weights have changed. Not collective.
+    While FSDP2 keeps them, `parameters()` returns the gathered copies, and the next forward pass
+    uses these copies even if the sharded weights have changed. Modules without FSDP2 are unchanged.
+    Not collective.
+
+    Example:
+        >>> reshard(nn.Linear(2, 2))
     """
     if _HAS_DISTRIBUTED:
         for part in module.modules():
@@ -400,15 +516,26 @@ def reshard(module: nn.Module) -> None:
 
 
 def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """(N,) bool: whether each tensor has a NaN or infinite entry. Does not synchronize with a GPU.
+    """Check each tensor for NaN or infinite entries, without synchronizing with a GPU.
 
-    Checks this rank's part of split tensors and the values of sparse ones; empty ones are finite.
+    Only this rank's part of a split tensor is checked, and the values of a sparse one. Empty
+    tensors are finite.
+
+    Args:
+        tensors: N tensors of any shapes.
+
+    Returns:
+        (N,) bool, True for tensors with a non-finite entry.
+
+    Example:
+        >>> is_nonfinite([torch.ones(2), torch.tensor([0.0, float("nan")])])
+        tensor([False,  True])
     """
     values = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     if not {*map(type, values)} <= {Tensor, nn.Parameter}:
         values = [local_part(value) for value in values]
     values = [value if value.numel() else value.new_zeros(1) for value in values]
-    # On a CPU the 2-norm is ten times as fast, but squares may overflow: what it flags is checked.
+    # On a CPU the 2-norm is ten times as fast, but squares may overflow. Flags are checked again.
     if {*map(Tensor.get_device, values)} == {-1}:
         flags = _has_infinite_norm(values, 2.0)
         if not flags.any():
@@ -425,9 +552,16 @@ def _has_infinite_norm(values: Sequence[Tensor], order: float) -> Tensor:
 
 
 def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
-    """Index of the first tensor with a NaN or infinite entry; costs one host synchronization.
+    """Find the first tensor with a NaN or infinite entry; waits for the device once.
 
     Collective if tensors are split: all ranks of their mesh return the same index.
+
+    Returns:
+        The index of the tensor, or None if all are finite.
+
+    Example:
+        >>> first_nonfinite([torch.ones(2), torch.tensor([0.0, float("nan")])])
+        1
     """
     if not tensors:
         return None
@@ -445,14 +579,29 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
 
 
 class Timesteps(NamedTuple):
-    """Values for the attributes of `protocols.HasTimesteps`: (num_bins,) over u in [0, 1]."""
+    """Values for the attributes of `protocols.HasTimesteps`; None leaves an attribute unchanged.
+
+    Attributes:
+        timestep_density: (num_bins,) density over equal bins of u in [0, 1].
+        timestep_weight: (num_bins,) weight of the loss over the same bins.
+
+    Example:
+        >>> Timesteps(timestep_density=torch.ones(4)).timestep_weight is None
+        True
+    """
 
     timestep_density: Tensor | None = None
     timestep_weight: Tensor | None = None
 
 
 def importance_weight(density: Tensor) -> Tensor:
-    """Loss weight 1 / (num_bins * p) that undoes a density (num_bins,), which p normalizes.
+    """Loss weights that undo the effect of a density on the expected loss: 1 / (num_bins * p).
+
+    Args:
+        density: (num_bins,), not necessarily normalized. p is the normalized density.
+
+    Returns:
+        (num_bins,) weights.
 
     Example:
         >>> importance_weight(torch.tensor([1.0, 3.0]))
@@ -462,7 +611,13 @@ def importance_weight(density: Tensor) -> Tensor:
 
 
 def total_variation(density: Tensor) -> Tensor:
-    """Distance sum |p - 1 / num_bins| / 2 of a density (num_bins,), normalized to p, from uniform.
+    """Total variation between a density and the uniform one: sum |p - 1 / num_bins| / 2.
+
+    Args:
+        density: (num_bins,), not necessarily normalized. p is the normalized density.
+
+    Returns:
+        () in [0, 1).
 
     Example:
         >>> total_variation(torch.tensor([1.0, 3.0]))
@@ -472,10 +627,23 @@ def total_variation(density: Tensor) -> Tensor:
 
 
 class TimestepWriter(pl.Callback, ABC):
-    """Sets the attributes `writes` of the module to `timesteps_at(step)` during training batches.
+    """Base of callbacks that set the noise levels, or their loss weights, of training batches.
 
-    Between batches they are None. Each attribute has one writer. If two callbacks set the density
-    and the weight, both take effect.
+    A subclass lists the module's attributes that it sets in `writes`, and returns their values from
+    `timesteps_at`. Between batches the attributes are None. Two callbacks cannot set the same
+    attribute. If one sets the density and another one the weight, both take effect.
+
+    Example:
+        >>> class NoisyHalf(TimestepWriter):
+        ...     writes = ("timestep_density",)
+        ...
+        ...     def timesteps_at(self, step, device):
+        ...         return Timesteps(timestep_density=torch.tensor([0.0, 1.0], device=device))
+        ...
+        ...     def numbers_at(self, step, device):
+        ...         return {}
+        >>> NoisyHalf().timesteps_at(0, torch.device("cpu")).timestep_density
+        tensor([0., 1.])
     """
 
     writes: tuple[str, ...] = ()
@@ -509,14 +677,14 @@ class TimestepWriter(pl.Callback, ABC):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Set the attributes, unless something else has set them."""
+        """Set the attributes; raise ValueError if other code has set them."""
         step = trainer.global_step
         timesteps = self.timesteps_at(step, pl_module.device)
         for attribute in self.writes:
             value, name = getattr(pl_module, attribute), type(self).__name__
             if value is not None and value is not getattr(self._written, attribute):
                 raise ValueError(
-                    f"{name} sets {attribute}, and something else has set it to a tensor of shape "
+                    f"{name} sets {attribute}, but other code has set it to a tensor of shape "
                     f"{tuple(value.shape)}; leave it None, or remove {name}."
                 )
             setattr(pl_module, attribute, getattr(timesteps, attribute))
@@ -525,7 +693,7 @@ class TimestepWriter(pl.Callback, ABC):
             pl_module.log_dict(self.numbers_at(step, pl_module.device))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Reset the attributes to None; at the end of a run as well, if a batch was skipped."""
+        """Reset the attributes to None; also at the end of a run, in case a batch was skipped."""
         for attribute, value in self._written._asdict().items():
             if value is not None and getattr(pl_module, attribute) is value:
                 setattr(pl_module, attribute, None)

@@ -452,7 +452,7 @@ def test_what_is_missing_or_does_not_fit_is_found_before_the_first_step(tmp_path
             fit(tmp_path, callback, module=module)
     assert module.losses == []
     monkeypatch.delattr(Rising, "generate")
-    with pytest.raises(TypeError, match=r"generate\(seeds, .* Rising has none such"):
+    with pytest.raises(TypeError, match=r"generate\(seeds, .* Rising has no such method"):
         fit(tmp_path, fid(tmp_path), module=module)
 
 

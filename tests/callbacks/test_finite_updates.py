@@ -309,7 +309,7 @@ def test_a_gradient_that_no_scale_makes_finite_counts_once_the_scale_is_one(tmp_
 def test_weights_that_the_last_update_ruined_are_logged_as_a_loss_of_nan_and_not_saved(tmp_path):
     logger = MemoryLogger()
     trainer = fit(tmp_path, PlainModule(lr=math.inf), FiniteUpdates(), logger=logger, max_steps=1)
-    with pytest.raises(FloatingPointError, match=r"weights of step 1 are not finite, inner\.0"):
+    with pytest.raises(FloatingPointError, match=r"weights of step 1 are not finite .* inner\.0"):
         trainer.save_checkpoint(tmp_path / "1.ckpt")
     assert not list(tmp_path.glob("*.ckpt"))
     assert [math.isnan(loss) for _, loss in logger.of("train/loss")] == [True]

@@ -318,7 +318,7 @@ def test_schedules_that_cycle_the_momentum_are_refused_and_the_control_takes_the
 @pytest.mark.parametrize(("make", "options"), [(Recorded, {"max_epochs": -1}), (TwoRecorded, {})])
 def test_an_unknown_length_is_refused(tmp_path, make, options):
     module = make()
-    with pytest.raises(ValueError, match=r"cannot tell how many steps .*; pass total_steps"):
+    with pytest.raises(ValueError, match=r"cannot compute the number of .* steps .*; pass a number"):
         fit(tmp_path, module, MomentumDecay(), **options)
     assert module.visible == []
 
@@ -453,5 +453,5 @@ def test_counts_that_are_missing_or_of_other_optimizers_are_refused(tmp_path, st
     if steps is not None:
         state["callbacks"][decay.state_key] = {"total_steps": 8, "steps": steps}
     torch.save(state, tmp_path / "c.ckpt")
-    with pytest.raises(ValueError, match="needs the steps of each of 2 optimizers"):
+    with pytest.raises(ValueError, match="needs a step count for each of 2 optimizers"):
         fit(tmp_path, TwoRecorded(), MomentumDecay(8), ckpt_path=tmp_path / "c.ckpt")

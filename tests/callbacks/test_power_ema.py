@@ -145,5 +145,5 @@ def test_what_can_not_be_averaged_is_refused(tmp_path):
     with pytest.raises(ValueError, match="average the same parameters"):
         fit(tmp_path, PlainModule(), EMA(), PowerEMA(), max_steps=1)
     two = (PowerEMA(prefix=f"inner.{i}", snapshot_every_n_steps=1) for i in (0, 3))
-    with pytest.raises(ValueError, match="two PowerEMA would write snapshots of equal names"):
+    with pytest.raises(ValueError, match="two PowerEMA would write snapshots with the same names"):
         fit(tmp_path, PlainModule(), *two, max_steps=1)

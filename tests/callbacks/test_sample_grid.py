@@ -195,7 +195,7 @@ def test_samples_that_are_not_finite_are_named_and_training_goes_on(tmp_path):
 
 
 def test_what_can_not_work_is_refused_before_training(tmp_path):
-    with pytest.raises(TypeError, match="PlainModule has none such"):
+    with pytest.raises(TypeError, match="PlainModule has no such method"):
         make_trainer(tmp_path, SampleGrid(2)).fit(PlainModule(), loader(), loader())
     with pytest.raises(ValueError, match="every_n_steps=1000"):
         fit(tmp_path, PicturesModule(), SampleGrid(2), validate=False)

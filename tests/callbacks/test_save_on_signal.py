@@ -189,7 +189,7 @@ def test_a_new_job_does_not_go_on_from_what_another_left(tmp_path, monkeypatch):
     module.trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
     for name in ("JOB_ID", "NTASKS", "JOB_NAME", "NODEID", "PROCID", "LOCALID"):
         monkeypatch.setenv(f"SLURM_{name}", {"NTASKS": "1", "JOB_NAME": "train"}.get(name, "0"))
-    with pytest.raises(ValueError, match=r"hpc_ckpt_1.ckpt was left by another job"):
+    with pytest.raises(ValueError, match=r"hpc_ckpt_1.ckpt is of another job"):
         trainer_with(tmp_path, SaveOnSignal(tmp_path)).fit(PlainModule(), loader(8))
 
 
