@@ -1,4 +1,4 @@
-"""Codecs map images to x0, the space of the diffusion process, and back."""
+"""Codecs map images to x0, the space of the diffusion process, and back to images."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,7 @@ from lit_diffusion.protocols import Codec
 
 @dataclass(frozen=True)
 class PixelCodec:
-    """Pixels, scaled to [-1, 1]. The round trip is exact on all 256 levels.
+    """Codec of pixels: scales uint8 images to [-1, 1]. The round trip is exact on all 256 levels.
 
     Example:
         >>> levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
@@ -39,6 +39,18 @@ class PixelCodec:
 
 
 def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
-    """x0 of images uint8 (B, C, H, W), by the codec's `encode_for_training` if it has one."""
+    """Encode images for a training step, by the codec's `encode_for_training` if it has one.
+
+    Args:
+        codec: the codec. A VAE has `encode_for_training`, which draws a random latent.
+        images: uint8 (B, C, H, W).
+
+    Returns:
+        x0 (B, C', H', W') float32.
+
+    Example:
+        >>> encode_for_training(PixelCodec(), torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape
+        torch.Size([2, 3, 8, 8])
+    """
     x0: Tensor = getattr(codec, "encode_for_training", codec.encode)(images)
     return x0

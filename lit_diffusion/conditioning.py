@@ -4,8 +4,9 @@
     Words         ids (B, length) int64, -1 where there is no word
     Embeddings    (values (B, ..., D), present (B, ...) bool): tokens with their mask, or vectors
 
-A condition has one row per image. Each kind can encode an absent condition, which training uses to
-drop conditions and guidance to omit them. Only the network interprets the values.
+A condition has one row per image. Each kind has a value for "no condition", the null condition.
+Training replaces some conditions by it, and classifier-free guidance compares with it. Only the
+network interprets the values.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,10 @@ class ClassLabels:
         return torch.tensor(classes_of(seeds, self.num_classes))
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError unless these are `num` valid labels; a wrong one would crash a GPU."""
+        """Raise ValueError unless these are `num` valid labels.
+
+        An invalid label would cause an assertion on a GPU, after which the process cannot use it.
+        """
         if not isinstance(condition, Tensor):
             raise ValueError(f"labels must be one tensor ({num},), got {type(condition).__name__}.")
         if condition.shape != (num,) or condition.dtype not in (torch.int64, torch.int32):
@@ -69,11 +73,12 @@ class Words:
 
     Args:
         vocabulary: the words, in lower case; word i has the id i.
-        length: number of words of the longest text.
-        texts: default texts, assigned to seeds in turn; without them samples are unconditional.
+        length: maximum number of words in a text.
+        texts: default texts of samples, assigned to seeds in turn. Without texts, samples are
+            unconditional by default.
 
     Raises:
-        ValueError: for an invalid vocabulary, or texts with other words.
+        ValueError: for an invalid vocabulary, or a text with words that are not in it.
 
     Example:
         >>> words = Words(("big", "small", "cat"), length=3)
@@ -92,14 +97,14 @@ class Words:
         if invalid or not self.vocabulary:
             raise ValueError(
                 "vocabulary must be different words in lower case, without spaces, got "
-                f"{invalid or 'none'}: change these."
+                f"{invalid or 'none'}: change these words."
             )
         for text in self.texts:
             self.encode(text)
 
     @property
     def num_words(self) -> int:
-        """Size of the vocabulary, which must equal the network's `num_words`."""
+        """Size of the vocabulary. The network's `num_words` must be equal to it."""
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
@@ -107,8 +112,8 @@ class Words:
         words = text.lower().split()
         if len(words) > self.length:
             raise ValueError(
-                f"a text may have {self.length} words, got {len(words)} in {text!r}: shorten it, "
-                "or train with a larger length."
+                f"a text may have at most {self.length} words, got {len(words)} in {text!r}: "
+                "shorten it, or train with a larger length."
             )
         for word in words:
             if word not in self.vocabulary:
@@ -129,7 +134,7 @@ class Words:
         return by_part(lambda ids: torch.full_like(ids, -1), like)
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Ids of text (seed modulo number of texts)."""
+        """Word ids of the default text with the index seed modulo the number of texts."""
         rows = torch.stack([self.encode(text) for text in self.texts or ("",)])
         return rows[classes_of(seeds, len(rows))]
 
@@ -138,30 +143,31 @@ class Words:
         rule = f"words must be ids ({num}, {self.length}) int64 in -1..{self.num_words - 1}"
         if not isinstance(condition, Tensor) or condition.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                f"{rule}, got {describe_condition(condition)}; `encode` makes them of a text."
+                f"{rule}, got {describe_condition(condition)}; use `encode` to convert a text."
             )
         wrong = condition[(condition < -1) | (condition >= self.num_words)][:1].tolist()
         if condition.shape != (num, self.length) or wrong:
             got = " with ".join([describe_condition(condition), *map(str, wrong)])
-            raise ValueError(f"{rule}, got {got}; `encode` makes them of a text.")
+            raise ValueError(f"{rule}, got {got}; use `encode` to convert a text.")
 
 
 @dataclass(eq=False)
 class Embeddings:
     """Embeddings and their mask: (values (B, *shape), present (B, *shape[:-1]) bool).
 
-    A shape of (L, D) is for tokens, (D,) for vectors. Dropped embeddings are masked out, and the
-    network uses its learned null embedding; with `null_embedding` they are replaced by that.
+    Use shape (L, D) for L tokens per image, and shape (D,) for one vector per image. A dropped
+    embedding is replaced by `null_embedding`. Without a `null_embedding` it is masked out, and the
+    network uses its learned null embedding.
 
     Args:
         shape: shape of the values for one image.
-        examples: (values (N, *shape), present (N, *shape[:-1])), assigned to seeds in turn; without
-            them samples are unconditional.
-        null_embedding: (values (*shape), present (*shape[:-1])) for no condition, such as Stable
-            Diffusion's embedding of the empty text; None uses the network's.
+        examples: (values (N, *shape), present (N, *shape[:-1])), the default conditions of samples,
+            assigned to seeds in turn. Without examples, samples are unconditional by default.
+        null_embedding: (values (*shape), present (*shape[:-1])) of the null condition, such as
+            Stable Diffusion's embedding of the empty text. None uses the network's.
 
     Raises:
-        ValueError: for examples or a null_embedding of another shape or dtype.
+        ValueError: if examples or null_embedding have another shape or dtype.
 
     Example:
         >>> vectors, present = Embeddings((3,)).for_seeds(range(2))
@@ -196,7 +202,7 @@ class Embeddings:
         return self.drop(like, present.new_ones(len(present)))
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Example (seed modulo N), or the null condition without examples."""
+        """The example with the index seed modulo N, or the null condition without examples."""
         if self.examples is not None:
             indices = classes_of(seeds, len(self.examples[0]))
             return by_part(lambda rows: rows[indices], self.examples)
@@ -223,10 +229,19 @@ class Embeddings:
 def condition_for(
     seeds: Sequence[int], labels: Condition, conditioning: Conditioning | None
 ) -> Condition:
-    """The validated condition of the samples with these seeds.
+    """Validate the condition of the samples with these seeds, or return their default condition.
 
-    If labels is None, seeds have their default condition. Without conditioning the result is None,
-    and labels may only be -1.
+    Args:
+        seeds: one integer per sample.
+        labels: condition of the samples; None uses the default condition of each seed.
+        conditioning: kind of condition of the model. None is an unconditional model, whose labels
+            can only be None or -1.
+
+    Returns:
+        The condition; None for an unconditional model.
+
+    Raises:
+        ValueError: if labels are not a valid condition, or if there are no seeds.
 
     Example:
         >>> condition_for([3], torch.tensor([-1]), None) is None

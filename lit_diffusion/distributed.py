@@ -1,6 +1,6 @@
 """Communication between the processes of a distributed run; a single process is rank 0 of 1.
 
-Everything but `rank_and_world_size` is collective: every rank must call it.
+All functions except `rank_and_world_size` are collective: every rank must call them.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,24 @@ T = TypeVar("T")
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank of this process, and the number of processes."""
+    """Rank of this process, and the number of processes.
+
+    Example:
+        >>> rank_and_world_size()
+        (0, 1)
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def call_on_rank_zero(function: Callable[[], T]) -> T:
-    """Call a function on rank 0; every rank returns its result or raises its exception."""
+    """Call a function on rank 0; every rank returns its result or raises its exception.
+
+    Example:
+        >>> call_on_rank_zero(lambda: 2 + 3)
+        5
+    """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return function()
@@ -37,7 +47,12 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """The values of all processes, by rank."""
+    """Gather one value from each process, in the order of ranks.
+
+    Example:
+        >>> all_gather_objects("loss")
+        ['loss']
+    """
     _, world_size = rank_and_world_size()
     values: list[Any] = [value] * world_size
     if world_size > 1:
@@ -46,9 +61,15 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm over all entries of all tensors; (), float32 or wider.
+    """Compute the L2 norm over all entries of all tensors.
 
-    A DTensor (FSDP2) counts as its whole tensor; the call is then collective.
+    A DTensor (FSDP2) counts as the whole tensor. The call is collective if there is one.
+
+    Args:
+        tensors: tensors of any shapes.
+
+    Returns:
+        (), float32 or wider.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])

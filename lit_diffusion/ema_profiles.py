@@ -1,8 +1,11 @@
 """Power-function averages of weights, and their post-hoc reconstruction from a few snapshots.
 
-An average at step t weights the parameters of step tau in [0, t] by the profile p(tau) = (gamma +
-1) tau^gamma / t^(gamma + 1). Its relative width, the standard deviation of p over t, determines
-gamma.
+An average at step t weights the parameters of step tau in [0, t] by the profile
+
+    p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1).
+
+Users choose gamma by the relative width of the profile: the standard deviation of tau under p,
+divided by t.
 """
 
 from collections.abc import Sequence
@@ -16,7 +19,7 @@ LARGEST_WIDTH = 1 / sqrt(12)
 
 
 def exponent(width: float) -> float:
-    """gamma for a relative width.
+    """Compute the exponent gamma of the profile with a relative width.
 
     Raises:
         ValueError: unless 0 < width < 12^(-1/2) = 0.289.
@@ -41,7 +44,7 @@ def exponent(width: float) -> float:
 
 
 def power_decay(gamma: float, step: int) -> float:
-    """EMA decay at step 1, 2, ...: (1 - 1 / step)^(gamma + 1).
+    """Compute the decay of a power-function average at a step >= 1: (1 - 1 / step)^(gamma + 1).
 
     Source: Karras et al. 2024 (EDM2), Eq. 127.
 
@@ -55,24 +58,24 @@ def power_decay(gamma: float, step: int) -> float:
 def coefficients(
     steps: Sequence[float], gammas: Sequence[float], step: float, gamma: float
 ) -> tuple[Tensor, float]:
-    """Factors with which snapshots sum to the best approximation of another average, and its error.
+    """Compute the factors that combine snapshots into another average, and the error of the result.
 
-    For the profiles p_i of the snapshots and the target profile p, the factors x_i minimise |sum
-    x_i p_i - p|, the L2 norm over time, subject to sum x_i = 1 (by a Lagrange multiplier).
+    Let p_i be the profiles of the snapshots and p the target profile. The factors x_i minimise the
+    L2 norm |sum x_i p_i - p| over time, subject to sum x_i = 1 (by a Lagrange multiplier).
 
     Args:
         steps: (N,) steps of the snapshots.
         gammas: (N,) exponents of the snapshots.
-        step: step of the target average, > 0 and at most the last of the snapshots.
+        step: step of the target average, > 0 and not after the last snapshot.
         gamma: exponent of the target average.
 
     Returns:
-        The factors, (N,) float64; and the relative error |sum x_i p_i - p| / |p|, 0 if p is one of
-        the p_i. For comparison, a profile with an eighth less or more width has an error of about
-        0.1.
+        The factors, (N,) float64, and the relative error |sum x_i p_i - p| / |p|. The error is 0 if
+        p is one of the p_i. For comparison, a profile whose width differs by an eighth has an
+        error of about 0.1.
 
     Raises:
-        ValueError: without snapshots, or for a step after the last.
+        ValueError: if there are no snapshots, or if `step` is after the last one.
 
     Source: Karras et al. 2024 (EDM2), section 3.2 and appendix C.2; the formulas were derived
     independently.
@@ -83,7 +86,9 @@ def coefficients(
         ([0.0, 1.0], 0.0)
     """
     if not steps or step > max(steps):
-        raise ValueError(f"an average at step {step:g} needs a snapshot from then on, got {steps}.")
+        raise ValueError(
+            f"an average at step {step:g} needs a snapshot at or after this step, got {steps}."
+        )
     t, g, goal, one = (
         torch.tensor(x, dtype=torch.float64) for x in ([s / step for s in steps], gammas, gamma, 1)
     )

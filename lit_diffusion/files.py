@@ -35,7 +35,12 @@ _KINDS = {
 
 
 def user_cache() -> Path:
-    """Folder for cached results: $XDG_CACHE_HOME/lit-diffusion, or ~/.cache/lit-diffusion."""
+    """Folder for cached results: $XDG_CACHE_HOME/lit-diffusion, or ~/.cache/lit-diffusion.
+
+    Example:
+        >>> user_cache().name
+        'lit-diffusion'
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit-diffusion"
 
 
@@ -43,24 +48,32 @@ def user_cache() -> Path:
 def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
     """Context that yields a temporary binary file and renames it to `path` at the end.
 
-    After any exception the old file at `path` is intact and the temporary file is removed.
-
-    A write also removes what a killed process left of an earlier one.
+    After any exception the old file at `path` is intact and the temporary file is removed. Each
+    write first removes temporary files that killed processes have left.
 
     Args:
         path: file to write or replace.
-        shared: whether several processes may write this file at the same time; each then uses its
-            own temporary file, locked until it is renamed. Otherwise all writes share one name.
+        shared: whether several processes may write this file at the same time. Each process then
+            uses a temporary file of its own, locked until it is renamed. Otherwise all writes use
+            the same temporary name.
 
     Raises:
-        OSError: if the file cannot be written, as on a full disk. It names `path`.
+        OSError: if the file cannot be written, for example on a full disk. It names `path`.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> path = Path(mkdtemp()) / "hello.txt"
+        >>> with atomic_write(path) as file:
+        ...     _ = file.write(b"hello")
+        >>> path.read_text()
+        'hello'
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid4().hex if shared else ''}part")
     try:
         if shared:
             _remove_leftovers(path)
-        temporary.unlink(missing_ok=True)  # left by a crash, or a link placed by somebody else
+        temporary.unlink(missing_ok=True)  # a leftover of a crash, or a link that others placed
         with temporary.open("x+b") as file:
             if shared:
                 with suppress(OSError):  # a file system without locks
@@ -72,7 +85,7 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
     except OSError as error:
         if error.filename is not None:
             raise
-        # Writes name no file, and encoders of images no number.
+        # Errors of writes do not name the file, and errors of image encoders have no number.
         number, reason = error.errno or errno.EIO, error.strerror or str(error)
         raise OSError(number, reason, str(path)) from error
     finally:
@@ -82,7 +95,7 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Delete temporary files of `path` that no process is writing: a kill ends a lock, too."""
+    """Delete temporary files of `path` that no process has locked; a killed process has no lock."""
     for leftover in path.parent.glob(f".{escape(path.name)}.*part"):
         with suppress(OSError, ValueError), check_regular(leftover).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,19 +104,35 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None:
-    """Write `text` as UTF-8 with `atomic_write`; `shared` is passed on to it."""
+    """Write text as UTF-8 with `atomic_write`, which describes `shared`.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> path = Path(mkdtemp()) / "hello.txt"
+        >>> atomic_write_text(path, "hello")
+        >>> path.read_text()
+        'hello'
+    """
     with atomic_write(path, shared) as file:
         file.write(text.encode())
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file or folder to `target`, which may be a file, or the folder of a checkpoint.
+    """Rename a file or folder to `target`, and replace a file or checkpoint folder that is there.
 
-    No file system replaces a folder in one operation. So it is set aside under another name, which
-    `path_after_replace` returns if the process is killed before the second operation.
+    No file system replaces a folder in one operation. Therefore the old folder is renamed first. If
+    the process is killed before `source` is renamed, `path_after_replace` returns the old folder.
 
     Raises:
-        OSError: if another folder is there, which is not changed.
+        OSError: if `target` is a folder that is no checkpoint. The folder is not changed.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> folder = Path(mkdtemp())
+        >>> _ = (folder / "new").write_text("new"), (folder / "old").write_text("old")
+        >>> replace(folder / "new", folder / "old")
+        >>> (folder / "old").read_text()
+        'new'
     """
     if is_checkpoint_folder(target) or (source.is_dir() and target.is_file()):
         remove(_set_aside(target))
@@ -114,7 +143,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def path_after_replace(path: Path) -> Path:
-    """`path`, or what `replace` has set aside if it was killed before it could rename the new."""
+    """`path`, or the old folder of `path` if `replace` was killed between its two operations."""
     return path if path.exists() or not is_checkpoint(_set_aside(path)) else _set_aside(path)
 
 
@@ -123,21 +152,21 @@ def _set_aside(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with its content, if there is one."""
+    """Delete a file, or a folder with its content; do nothing if there is neither."""
     if path.is_dir() and not path.is_symlink():
-        (path / ".metadata").unlink(missing_ok=True)  # what a kill leaves is no checkpoint
+        (path / ".metadata").unlink(missing_ok=True)  # first, so that a kill leaves no checkpoint
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether `path` is a folder to which ranks have written the parts of a checkpoint."""
+    """Whether `path` is a folder with a complete checkpoint, written in parts by several ranks."""
     return (path / ".metadata").is_file()
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a file, or a folder of a checkpoint."""
+    """Whether `path` is a file or the folder of a checkpoint."""
     return path.is_file() or is_checkpoint_folder(path)
 
 
@@ -153,12 +182,16 @@ def sync_folder(folder: Path) -> None:
 def check_regular(path: str | Path) -> Path:
     """Check that `path` is a regular file, or a link to one, and return it.
 
-    Everything that a user or a file names is opened after this check: reading a pipe waits for a
-    writer, and reading a device may never end.
+    Call this before you open a path that comes from a user or from a file. Reading a pipe would
+    wait for a writer, and reading a device may never end.
 
     Raises:
-        FileNotFoundError: if nothing is there.
-        ValueError: if there is a folder, pipe, socket or device.
+        FileNotFoundError: if the path does not exist.
+        ValueError: if the path is a folder, pipe, socket or device.
+
+    Example:
+        >>> check_regular(__file__).name
+        'files.py'
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
@@ -168,12 +201,16 @@ def check_regular(path: str | Path) -> Path:
 
 
 def check_option_values(options: Iterable[str]) -> None:
-    """Check that no option NAME=VALUE, or VALUE alone, names a pipe, socket or device.
+    """Check that no option NAME=VALUE, or VALUE alone, is the path of a pipe, socket or device.
 
-    jsonargparse reads each value of a class that is the path of anything but a folder.
+    jsonargparse would read it: if an option expects a class, jsonargparse opens each value that is
+    an existing path, except folders.
 
     Raises:
-        ValueError: if one does. The message has the path.
+        ValueError: if a value is such a path. The message has the path.
+
+    Example:
+        >>> check_option_values(["trainer.max_steps=10", "model.network=UNet"])
     """
     for option in options:
         value = option.partition("=")[2] if option.startswith("--") else option
@@ -185,19 +222,25 @@ def check_option_values(options: Iterable[str]) -> None:
 def checked_read(
     path: str | Path, content: str, fix: str = "copy or write it again, or name another file"
 ) -> Iterator[Path]:
-    """Context that yields the path of a regular file, and in which the file is read.
+    """Context for reading a file that may be damaged; yields its path.
 
-    Any error in the context means that the file is damaged: decoders raise many types, also a
-    MemoryError where a file asks for more than there is.
+    Any error inside the context is raised as a ValueError that says that the file is damaged.
+    Decoders of damaged files raise errors of many types. MemoryError is one of them, if the file
+    asks for more memory than there is.
 
     Args:
         path: file to read.
-        content: what it must hold, for the message.
-        fix: what to do if it does not, for the message.
+        content: what the file should be, for the message.
+        fix: advice for the message.
 
     Raises:
         OSError: if the file is missing or may not be read.
-        ValueError: if it is damaged or no regular file. The message has the path and the reason.
+        ValueError: if the file is damaged, or no regular file. The message has the path and the
+            reason.
+
+    Example:
+        >>> with checked_read(__file__, "Python file") as path:
+        ...     text = path.read_text()
     """
     path = check_regular(path)
     try:
@@ -214,12 +257,21 @@ def checked_read(
 
 
 def check_archive(file: Path | BytesIO) -> None:
-    """Check the checksums and the unpacked size of a file of `torch.save`, or of its content.
+    """Check the checksums and the unpacked size of a file that `torch.save` has written.
 
-    This reads the whole file, about as fast as the disk. Files of other formats pass.
+    The whole file is read, about as fast as the disk allows. Files of other formats are accepted.
+
+    Args:
+        file: path of the file, or its content.
 
     Raises:
-        ValueError, zipfile.BadZipFile: with the reason, but not the file's name.
+        ValueError, zipfile.BadZipFile: if the file is damaged. The message has the reason, but not
+            the name of the file.
+
+    Example:
+        >>> content = BytesIO()
+        >>> torch.save({"step": 3}, content)
+        >>> check_archive(content)
     """
     if not zipfile.is_zipfile(file):
         return
@@ -233,21 +285,28 @@ def check_archive(file: Path | BytesIO) -> None:
                 f"it would unpack to {unpacked_size:,} bytes: torch.save compresses nothing"
             )
         for member in members:
-            if member.external_attr & 0x10:  # torch.load reads no bytes of it, and raises no error
+            if member.external_attr & 0x10:  # torch.load would read no bytes and raise no error
                 raise ValueError(f"{member.filename} is marked as a folder")
         if (broken := archive.testzip()) is not None:
             raise ValueError(
                 f"the checksum of {broken} is wrong, or was left out by "
-                "torch.serialization.set_crc32_options(False); then save it again with True"
+                "torch.serialization.set_crc32_options(False); in that case, save it with True"
             )
 
 
 def open_image(source: Path | BytesIO) -> "Image":
-    """Open an image of one of `IMAGE_FORMATS`; reads only its header.
+    """Open an image in one of the formats `IMAGE_FORMATS`; reads only its header.
+
+    Args:
+        source: path of the file, or its content.
 
     Raises:
         ValueError: if `source` is the path of a folder, pipe or device.
         OSError: if the content has another format.
+
+    Example:
+        >>> open_image("cat.png").size  # doctest: +SKIP
+        (32, 32)
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Gaussian identities of losses and solvers, in float64 until they are applied to images.
+"""Gaussian identities for losses and solvers, in float64 until they are applied to images.
 
 Notation: x_t = alpha_t x0 + sigma_t noise, and s is a less noisy time than t.
 """
@@ -17,23 +17,44 @@ NATS_TO_BITS = 1 / math.log(2)
 
 
 def expand_as(value: Tensor, images: Tensor) -> Tensor:
-    """(B,) or () scales -> the images' dtype and device, broadcastable to (B, C, H, W)."""
+    """Give scales the dtype, device and number of dimensions of images, for broadcasting.
+
+    Args:
+        value: (B,) or ().
+        images: (B, C, H, W).
+
+    Returns:
+        (B, 1, 1, 1) or (), in the dtype and on the device of `images`.
+
+    Example:
+        >>> expand_as(torch.ones(2).double(), torch.zeros(2, 3, 8, 8)).shape
+        torch.Size([2, 1, 1, 1])
+    """
     from_cpu = value.device.type == "cpu"  # the only direction that is safe without waiting
     value = value.to(device=images.device, dtype=images.dtype, non_blocking=from_cpu)
     return value.reshape(-1, *[1] * (images.ndim - 1))
 
 
 class Posterior(NamedTuple):
-    """q(x_s | x_t, x0) = N(x0_coef x0 + xt_coef x_t, variance), float64, one entry per pair (t, s).
+    """Posteriors q(x_s | x_t, x0) = N(x0_coef x0 + xt_coef x_t, variance) of steps from t to s.
+
+    All entries are float64, with one element per pair (t, s).
 
     Attributes:
         x0_coef: weight of x0 in the mean.
         xt_coef: weight of x_t in the mean.
         variance: posterior variance; 0 if s is the clean time.
-        log_variance: its logarithm. The step to the clean time has that of the step before instead
-            of log 0 (improved-diffusion's `posterior_log_variance_clipped`).
+        log_variance: logarithm of the variance. The step to the clean time, whose logarithm would
+            be log 0, has the value of the step before (improved-diffusion's
+            `posterior_log_variance_clipped`).
         log_beta: log of the variance of q(x_t | x_s), the upper bound on the reverse variance.
         last: whether s is the clean time.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> steps = posterior(LinearFlow(), torch.tensor([0.5, 0.25, 0.0], dtype=torch.float64))
+        >>> steps.last.tolist()
+        [False, True]
     """
 
     x0_coef: Tensor
@@ -49,17 +70,23 @@ class Posterior(NamedTuple):
 
 
 def posterior(process: Process, times: Tensor) -> Posterior:
-    """Posteriors of every step down a grid of times.
+    """Compute the posterior of every step down a grid of times.
 
     Args:
         process: the forward process.
         times: (N + 1,) float64, falling; the last is the clean time.
 
     Returns:
-        N posteriors, entry i for the step from times[i] to times[i + 1].
+        N posteriors. Element i is for the step from times[i] to times[i + 1].
 
     Source: Ho et al. 2020 (DDPM), Eq. 6-7, written for any two times as in Kingma et al. 2021
     (VDM), appendix A.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> steps = posterior(LinearFlow(), torch.tensor([0.5, 0.25, 0.0], dtype=torch.float64))
+        >>> steps.variance.round(decimals=4).tolist()
+        [0.0556, 0.0]
     """
     alpha, sigma = process.alpha_sigma(times)
     ratio = alpha[:-1] / alpha[1:]
@@ -78,25 +105,33 @@ def posterior(process: Process, times: Tensor) -> Posterior:
     )
 
 
-_tables_of: dict[int, dict[torch.device, Tensor]] = {}  # by id of the process, while it lives
+_tables_of: dict[int, dict[torch.device, Tensor]] = {}  # by id of the process, while it exists
 
 
 def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float64) -> Posterior:
-    """Posteriors of the steps from integer times t (B,) to t - 1 of a discrete process.
+    """Look up the posteriors of the steps from integer times t to t - 1 of a discrete process.
 
-    They are computed once for each process and device, in float64, and looked up in one gather.
+    A table is computed once for each process and device, in float64. A call reads it by one gather.
 
     Args:
         process: a process in discrete steps.
         t: (B,) integer times, of any dtype.
         dtype: dtype of the result.
+
+    Example:
+        >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
+        >>> step_posterior(DiscreteVP(LinearBetas(100)), torch.tensor([0, 99])).last.tolist()
+        [True, False]
     """
     steps = Posterior(*step_table(process, t.device)[:, t.long()].to(dtype))
     return steps._replace(last=steps.last != 0)
 
 
 def step_table(process: Process, device: torch.device) -> Tensor:
-    """(6, T) float64: the entries of `Posterior` for the steps from t = 0, ..., T - 1."""
+    """Table of the posteriors of a discrete process: (6, T) float64.
+
+    Row i is the i-th entry of `Posterior`, column t the step from t to t - 1.
+    """
     if id(process) not in _tables_of:
         _tables_of[id(process)] = {}
         weakref.finalize(process, _tables_of.pop, id(process))
@@ -105,16 +140,21 @@ def step_table(process: Process, device: torch.device) -> Tensor:
         assert process.num_steps is not None
         times = torch.arange(process.num_steps - 1, -2, -1, device=device, dtype=torch.float64)
         table = torch.stack([entry.double() for entry in posterior(process, times)]).flip(1)
-        if type(table) is Tensor:  # not one of torch's fake mode
+        if type(table) is Tensor:  # not a fake tensor, as torch.compile uses them
             tables[device] = table
     return table
 
 
 @dataclass(frozen=True)
 class FixedSmall:
-    """Posterior variance, which is optimal if the data are a single point.
+    """Variance of reverse steps: that of the posterior, which is optimal if all data are one point.
 
     Source: Ho et al. 2020 (DDPM), section 3.2.
+
+    Example:
+        >>> log_beta, log_posterior = torch.tensor(-4.0), torch.tensor(-5.0)
+        >>> FixedSmall().log_variance(log_beta, log_posterior, torch.tensor(False), None)
+        tensor(-5.)
     """
 
     learned: ClassVar[bool] = False
@@ -128,9 +168,16 @@ class FixedSmall:
 
 @dataclass(frozen=True)
 class FixedLarge:
-    """Variance beta, which is optimal for standard normal data; the posterior's in the last step.
+    """Variance of reverse steps: beta, which is optimal for standard normal data.
 
-    Source: Ho et al. 2020 (DDPM), section 3.2; the last step as in improved-diffusion.
+    The step to the clean image has the posterior variance of the step before.
+
+    Source: Ho et al. 2020 (DDPM), section 3.2. The last step follows improved-diffusion.
+
+    Example:
+        >>> log_beta, log_posterior = torch.tensor(-4.0), torch.tensor(-5.0)
+        >>> FixedLarge().log_variance(log_beta, log_posterior, torch.tensor(False), None)
+        tensor(-4.)
     """
 
     learned: ClassVar[bool] = False
@@ -144,11 +191,18 @@ class FixedLarge:
 
 @dataclass(frozen=True)
 class LearnedRange:
-    """Interpolates between log posterior variance and log beta, at a fraction from the network.
+    """Learned variance of reverse steps, between the posterior variance and beta.
 
+    The network outputs a fraction, at which the logarithms of the two variances are interpolated.
     Fractions outside [0, 1] extrapolate.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15.
+
+    Example:
+        >>> log_beta, log_posterior = torch.tensor(-4.0), torch.tensor(-5.0)
+        >>> last, fraction = torch.tensor(False), torch.tensor(0.5)
+        >>> LearnedRange().log_variance(log_beta, log_posterior, last, fraction)
+        tensor(-4.5000)
     """
 
     learned: ClassVar[bool] = True
@@ -159,34 +213,56 @@ class LearnedRange:
         """log_posterior at frac 0, log_beta at frac 1."""
         if frac is None:
             raise ValueError(
-                "LearnedRange needs a network that outputs a variance, and this one outputs none; "
-                "train with HybridLoss, or sample with FixedSmall or FixedLarge."
+                "LearnedRange needs a network that outputs a variance, and this network outputs "
+                "none; train with HybridLoss, or sample with FixedSmall or FixedLarge."
             )
         return frac * log_beta + (1 - frac) * log_posterior
 
 
 def normal_kl(mean1: Tensor, logvar1: Tensor, mean2: Tensor, logvar2: Tensor) -> Tensor:
-    """KL(N(mean1, exp logvar1) || N(mean2, exp logvar2)) in nats, elementwise."""
+    """Compute KL(N(mean1, exp logvar1) || N(mean2, exp logvar2)) in nats, elementwise.
+
+    Example:
+        >>> zero, one = torch.zeros(()), torch.ones(())
+        >>> normal_kl(one, zero, zero, zero)
+        tensor(0.5000)
+    """
     return 0.5 * (
         logvar2 - logvar1 - 1 + (logvar1 - logvar2).exp() + (mean1 - mean2) ** 2 * (-logvar2).exp()
     )
 
 
 def approx_normal_cdf(x: Tensor) -> Tensor:
-    """Standard normal CDF by the tanh approximation of the reference."""
+    """Approximate the standard normal CDF by tanh, as DDPM's and improved-diffusion's code do.
+
+    Example:
+        >>> approx_normal_cdf(torch.tensor([0.0, 1.0]))
+        tensor([0.5000, 0.8412])
+    """
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def discretized_log_likelihood(x: Tensor, mean: Tensor, logvar: Tensor) -> Tensor:
-    """Log-probability, in nats, of 8-bit values under a Gaussian integrated over each value's bin.
+    """Compute the log-probability of 8-bit values under a Gaussian, in nats.
+
+    The Gaussian is integrated over the bin of each value. The outermost bins are unbounded.
+    Probabilities below 1e-12 are set to 1e-12.
 
     Args:
         x: values in [-1, 1] on the grid of 256 levels.
-        mean: mean of the Gaussian.
-        logvar: log-variance of the Gaussian.
+        mean: mean of the Gaussian, of the shape of `x`.
+        logvar: log-variance of the Gaussian, of the shape of `x`.
 
-    Source: Ho et al. 2020 (DDPM), Eq. 13; the outermost bins are open, probabilities below 1e-12
-    count as 1e-12.
+    Returns:
+        Log-probabilities, of the shape of `x`.
+
+    Source: Ho et al. 2020 (DDPM), Eq. 13.
+
+    Example:
+        >>> levels = torch.arange(256) / 127.5 - 1
+        >>> nats = discretized_log_likelihood(levels, torch.zeros(256), torch.zeros(256))
+        >>> round(nats.exp().sum().item(), 4)
+        1.0
     """
     scale = (-0.5 * logvar).exp()
     upper = approx_normal_cdf(scale * (x - mean + 1 / 255))
@@ -198,7 +274,9 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, logvar: Tensor) -> Tenso
 def variational_term(
     step: Posterior, x0: Tensor, x_t: Tensor, x0_hat: Tensor, log_variance: Tensor
 ) -> Tensor:
-    """KL(q(x_s | x_t, x0) || p(x_s | x_t)), or -log p(x0 | x_t) in the last step.
+    """Compute the term of the variational bound for one step from t to s.
+
+    It is KL(q(x_s | x_t, x0) || p(x_s | x_t)), or -log p(x0 | x_t) in the step to the clean time.
 
     Args:
         step: posteriors, (B,) per entry.

@@ -1,6 +1,6 @@
 """Time grids: the times at which a solver evaluates the network.
 
-Each gives (steps + 1,) float64 times of a process, from the noisiest down to `process.t_clean`.
+Each grid has (steps + 1,) float64 times of a process, from the noisiest down to `process.t_clean`.
 """
 
 import math
@@ -16,16 +16,16 @@ from lit_diffusion.timesteps import check_shift, shift_times
 
 @dataclass(frozen=True)
 class Sections:
-    """Integer times, evenly spaced within equal sections: improved-diffusion's respacing.
+    """Integer times that are evenly spaced within equal sections: improved-diffusion's respacing.
 
-    The default is one section, which includes the first and the last time; a single step is t = 0.
-    Counts of (10, 15, 20) put 10 times into the least noisy third, 15 into the next and 20 into the
-    noisiest.
+    The default is one section, which includes the first and the last time. A grid of a single step
+    has t = 0. With counts (10, 15, 20) the least noisy third has 10 times, the next third 15 and
+    the noisiest third 20.
 
     Args:
-        counts: steps per section, the least noisy first; None is one section with all steps.
+        counts: steps of each section, the least noisy first; None is one section with all steps.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4; rounding is half to even.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4. Times are rounded half to even.
 
     Example:
         >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
@@ -54,11 +54,16 @@ class Sections:
 
 @dataclass(frozen=True)
 class Stride:
-    """Every k-th time from 0 on, with the smallest k that gives `steps` times ("ddimN").
+    """Every k-th integer time from 0 on, with the smallest k that gives `steps` times ("ddimN").
 
-    The noisiest time is left out unless k divides it.
+    The noisiest time T - 1 is part of the grid only if k divides it.
 
     Source: Song et al. 2021 (DDIM), appendix D.2.
+
+    Example:
+        >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
+        >>> Stride().grid(DiscreteVP(LinearBetas(1000)), 4).tolist()
+        [750.0, 500.0, 250.0, 0.0, -1.0]
     """
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
@@ -72,12 +77,12 @@ class Stride:
             times = range(0, num_steps, stride)
             if len(times) == steps:
                 return _append_clean_time(times[::-1], process)
-        raise ValueError(f"no whole stride splits {num_steps} times into {steps}; use Sections.")
+        raise ValueError(f"no integer stride selects {steps} of {num_steps} times; use Sections.")
 
 
 @dataclass(frozen=True)
 class Even:
-    """Evenly spaced in t, from the noisiest time to the clean one, for any process.
+    """Times evenly spaced in t, from the noisiest time to the clean one, for any process.
 
     Example:
         >>> from lit_diffusion.processes import ContinuousVP
@@ -92,16 +97,16 @@ class Even:
 
 @dataclass(frozen=True)
 class LogSNR:
-    """Evenly spaced in log SNR from the noisiest time to the least noisy.
+    """Times evenly spaced in log SNR, from the noisiest time to the least noisy.
 
-    Suits high-order solvers. Cosine betas end at a log SNR of -20, so a third of the steps would be
-    below -10, where hardly any signal is left. The usual start is noisiest=-10.
+    This grid suits high-order solvers. With cosine betas, set noisiest=-10: they end at a log SNR
+    of -20, so a third of the steps would be below -10, where hardly any signal is left.
 
     Args:
-        noisiest: log SNR at which the grid starts, if that of the noisiest time is lower.
+        noisiest: log SNR at which the grid starts, if the noisiest time has a lower one.
 
     Raises:
-        ValueError: by `grid`, if `noisiest` is not below the highest log SNR of the process.
+        ValueError: in `grid`, if `noisiest` is not below the highest log SNR of the process.
 
     Source: Lu et al. 2022 (DPM-Solver), section 3.4.
 
@@ -122,15 +127,16 @@ class LogSNR:
 
 @dataclass(frozen=True)
 class Karras:
-    """Evenly spaced in (sigma / alpha)^(1 / rho), from the noisiest time to the least noisy.
+    """Times evenly spaced in (sigma / alpha)^(1 / rho), from the noisiest time to the least noisy.
 
     Args:
-        rho: 1 is even in the noise level; large values are nearly even in its logarithm.
-        noisiest: log SNR at which the grid starts, if that of the noisiest time is lower.
+        rho: > 0. With 1, the times are evenly spaced in the noise level sigma / alpha. With a large
+            rho they are almost evenly spaced in its logarithm.
+        noisiest: log SNR at which the grid starts, if the noisiest time has a lower one.
 
     Raises:
-        ValueError: unless rho > 0, and by `grid`, if `noisiest` is not below the highest log SNR of
-            the process.
+        ValueError: if rho <= 0. In `grid`, if `noisiest` is not below the highest log SNR of the
+            process.
 
     Source: Karras et al. 2022 (EDM), Eq. 5.
 
@@ -157,16 +163,16 @@ class Karras:
 
 @dataclass(frozen=True)
 class ShiftedGrid:
-    """Another grid, with each noise level sigma / alpha multiplied by `shift`.
+    """Times of another grid, with each noise level sigma / alpha multiplied by `shift`.
 
     Use it to sample from a model that is trained with `timesteps.Shifted`.
 
     Args:
         base: the grid to shift.
-        shift: above 1 is noisier.
+        shift: factor on the noise levels, > 0. Above 1, the times are noisier.
 
     Raises:
-        ValueError: unless shift > 0.
+        ValueError: if shift <= 0.
 
     Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 23.
 
@@ -211,7 +217,7 @@ def _evenly_spaced(start: int, size: int, count: int) -> list[int]:
     times, position = [], 0.0
     for _ in range(count):
         times.append(start + round(position))
-        position += stride  # accumulated as in the reference, so that ties round alike
+        position += stride  # added up as in improved-diffusion, so that ties are rounded alike
     return times
 
 

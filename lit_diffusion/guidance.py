@@ -1,7 +1,7 @@
 """Guidance: wrappers of a denoise function that steer samples towards their condition.
 
-Convention: output = unconditional + scale (conditional - unconditional), so a scale of 0 is
-unconditional, 1 is conditional, and above 1 is guided.
+The guided output is unconditional + scale (conditional - unconditional). Scale 0 is unconditional,
+1 is conditional, and larger scales follow the condition more closely.
 """
 
 import math
@@ -23,24 +23,30 @@ respect to x_t, times the guidance scale."""
 
 @dataclass(frozen=True)
 class ClassifierFree:
-    """Extrapolates from the unconditional through the conditional prediction.
+    """Classifier-free guidance: extrapolates from the unconditional to the conditional prediction.
 
-    One batched call of the network computes both. A learned variance is the conditional one. The
-    solver clips x0 after guidance.
+    One batched call of the network computes both predictions. A learned variance is taken from the
+    conditional one. The solver clips x0 after guidance.
 
     Args:
-        scale: 1 is conditional, 0 unconditional. Papers that write c + s (c - u) have s = scale -
-            1.
-        interval: (low, high), the noise levels low < sigma / alpha <= high that are guided. Others
-            use the conditional prediction, at half the cost.
-        rescale: in [0, 1]; 1 gives each guided x0 the standard deviation of the conditional one, 0
-            leaves it. It reduces the contrast that large scales add; 0.7 is usual.
+        scale: factor on the difference between the predictions. 0 is unconditional, 1 is
+            conditional. In papers that write c + s (c - u), s is scale - 1.
+        interval: (low, high). Noise levels with low < sigma / alpha <= high are guided. Others use
+            the conditional prediction alone, at half the cost.
+        rescale: in [0, 1]. With 1, each guided x0 gets the standard deviation of the conditional
+            x0; with 0 it is unchanged. Rescaling reduces the contrast that large scales add; 0.7
+            is usual.
 
     Raises:
-        ValueError: if scale is not finite, rescale is not in [0, 1], or not 0 <= low < high.
+        ValueError: if scale is not finite, if rescale is not in [0, 1], or unless 0 <= low < high.
 
-    Source: Ho & Salimans 2022 (classifier-free guidance), Eq. 6; Kynkaanniemi et al. 2024 (arXiv
-    2404.07724), Eq. 6, for the interval; Lin et al. 2023 (arXiv 2305.08891), Eq. 15-16, for x0.
+    Source: Ho & Salimans 2022 (classifier-free guidance), Eq. 6. The interval is from Kynkaanniemi
+    et al. 2024 (arXiv 2404.07724), Eq. 6, and rescaling from Lin et al. 2023 (arXiv 2305.08891),
+    Eq. 15-16.
+
+    Example:
+        >>> ClassifierFree(scale=2.0, interval=(0.2, 5.0)).scale
+        2.0
     """
 
     scale: float = 1.0
@@ -55,14 +61,14 @@ class ClassifierFree:
     def guide(
         self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
     ) -> Denoise:
-        """A Denoise for these labels.
+        """Return a guided denoise function for these labels.
 
         Raises:
             ValueError: if labels or the null condition are None.
         """
         if labels is None or null is None:
             raise ValueError(
-                "classifier-free guidance needs labels, and what stands for none of them, got "
+                "classifier-free guidance needs labels and the null condition, got "
                 f"{'no labels' if labels is None else 'no null'}; pass both, or guidance=None."
             )
         if self.scale == 1:
@@ -112,18 +118,18 @@ class ClassifierFree:
 
 @dataclass(frozen=True)
 class Autoguidance:
-    """Extrapolates from a weaker model through this one, away from their common errors.
+    """Autoguidance: extrapolates from a weaker model to this one, away from their common errors.
 
-    The weaker model is smaller or trained for fewer steps. It gets the same labels, so samples
-    improve without losing diversity. No label dropout is needed.
+    The weaker model is smaller, or is trained for fewer steps. It gets the same labels, so samples
+    improve without losing diversity. Label dropout is not needed in training.
 
     Args:
-        weaker: `denoise_for` of another module of the same process, on the same device.
-        scale: 1 is this model alone.
-        interval: (low, high), the noise levels low < sigma / alpha <= high that are guided.
+        weaker: `denoise_for` of another module with the same process, on the same device.
+        scale: factor on the difference between the predictions. 1 is this model alone.
+        interval: (low, high). Noise levels with low < sigma / alpha <= high are guided.
 
     Raises:
-        ValueError: if scale is not finite, or not 0 <= low < high.
+        ValueError: if scale is not finite, or unless 0 <= low < high.
 
     Source: Karras et al. 2024 (Guiding a Diffusion Model with a Bad Version of Itself, arXiv
     2406.02507), Eq. 4.
@@ -139,7 +145,7 @@ class Autoguidance:
     def guide(
         self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
     ) -> Denoise:
-        """A Denoise for these labels."""
+        """Return a guided denoise function for these labels."""
         ours, weaker = denoise_for(labels), self.weaker(labels)
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
@@ -162,12 +168,12 @@ def _check_scale(scale: float, interval: tuple[float, float]) -> None:
 def _guide_within(
     interval: tuple[float, float], process: Process, guided: Denoise, otherwise: Denoise
 ) -> Denoise:
-    """`guided` for noise levels in the interval, else `otherwise`; a call has one noise level."""
+    """`guided` for noise levels in the interval, else `otherwise`; a batch has one noise level."""
     if interval == (0, math.inf):
         return guided
 
     def guided_within(x_t: Tensor, t: Tensor) -> Denoised:
-        time = getattr(t, "time", None)  # of `solvers.steps.batch_of`; t[0] waits for the device
+        time = getattr(t, "time", None)  # set by `solvers.steps.batch_of`; t[0] waits for a GPU
         t_0 = t[0] if time is None else torch.tensor(time, dtype=t.dtype)
         alpha, sigma = process.alpha_sigma(t_0)
         is_inside = interval[0] < float(sigma / alpha) <= interval[1]
@@ -178,14 +184,18 @@ def _guide_within(
 
 @dataclass(frozen=True)
 class ClassifierShift:
-    """Shifts the mean of each ancestral step by its variance times a classifier's gradient.
+    """Classifier guidance of the mean: shifts it by the step's variance times a gradient.
 
-    Works only with the solver DDPM, which adds `Denoised.shift`.
+    It works only with the solver `DDPM`, which adds `Denoised.shift` to the mean of each step.
 
     Args:
-        gradient: of log p(labels | x_t).
+        gradient: function of x_t, t and labels that returns the gradient of log p(labels | x_t)
+            with respect to x_t. `modules.classifier` provides it for a trained classifier.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 1.
+
+    Example:
+        >>> guidance = ClassifierShift(gradient=lambda x_t, t, labels: torch.zeros_like(x_t))
     """
 
     gradient: LogProbGradient = field(repr=False)
@@ -193,7 +203,7 @@ class ClassifierShift:
     def guide(
         self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
     ) -> Denoise:
-        """A Denoise for these labels."""
+        """Return a guided denoise function for these labels."""
         denoise = denoise_for(labels)
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
@@ -204,17 +214,21 @@ class ClassifierShift:
 
 @dataclass(frozen=True)
 class ClassifierScore:
-    """Adds a classifier's gradient to the score, and so to noise and x0; for any solver.
+    """Classifier guidance of the score, for any solver.
 
-    x0 changes by sigma^2 / alpha times the gradient, so modules refuse grids that start at pure
-    noise.
+    The gradient is added to the score, which changes the predicted noise and x0. x0 changes by
+    sigma^2 / alpha times the gradient. Therefore modules refuse grids that start at pure noise.
 
     Args:
-        gradient: of log p(labels | x_t).
+        gradient: function of x_t, t and labels that returns the gradient of log p(labels | x_t)
+            with respect to x_t. `modules.classifier` provides it for a trained classifier.
         clip: whether x0 is clamped to [-1, 1] before the gradient is added, as in guided-diffusion.
-            Then turn off the solver's `clip`, which would clamp the guided x0 again.
+            If so, turn off the solver's `clip`, which would clamp the guided x0 again.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 2.
+
+    Example:
+        >>> guidance = ClassifierScore(gradient=lambda x_t, t, labels: torch.zeros_like(x_t))
     """
 
     gradient: LogProbGradient = field(repr=False)
@@ -223,7 +237,7 @@ class ClassifierScore:
     def guide(
         self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
     ) -> Denoise:
-        """A Denoise for these labels."""
+        """Return a guided denoise function for these labels."""
         denoise = denoise_for(labels)
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:

@@ -1,8 +1,8 @@
 """Bits per dimension, by the variational bound and by the probability flow.
 
-The bound is for 8-bit images. The flow gives a density of real numbers in [-1, 1]. To use it for
-8-bit images, add to each value a uniform from its bin of width 2 / 255; the bits of the flow plus
-log2(255 / 2) = 6.994 are then an upper bound on the bits of the image.
+The bound is for 8-bit images. The flow gives a density of real numbers in [-1, 1]. To use the flow
+for 8-bit images, add uniform noise to each value, within its bin of width 2 / 255. The bits per
+dimension of the flow, plus log2(255 / 2) = 6.994, are then an upper bound on those of the image.
 """
 
 import math
@@ -26,6 +26,18 @@ class BitsPerDim(NamedTuple):
         terms: (B, N) terms of the reverse steps, noisiest first.
         x0_mse: (B, N) mean squared error of x0, noisiest first.
         noise_mse: (B, N) mean squared error of the noise, noisiest first.
+
+    Example:
+        >>> from lit_diffusion.gaussian import FixedSmall
+        >>> from lit_diffusion.grids import Sections
+        >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
+        >>> from lit_diffusion.protocols import Denoised
+        >>> x0, process = torch.zeros(2, 1, 8, 8), DiscreteVP(LinearBetas(20))
+        >>> def oracle(x_t, t):  # knows that the image is 0
+        ...     return Denoised(x0, x_t / process.alpha_sigma(t)[1][0].float())
+        >>> bits = bits_per_dim(oracle, process, x0, FixedSmall(), Sections(), steps=20)
+        >>> bits.terms.shape
+        torch.Size([2, 20])
     """
 
     total: Tensor
@@ -46,19 +58,23 @@ def bits_per_dim(
     randn_like: RandnLike = torch.randn_like,
     clip: bool = True,
 ) -> BitsPerDim:
-    """Variational bound on -log2 p(x0) per dimension, with one draw of noise per term.
+    """Compute the variational bound on -log2 p(x0) per dimension, with one draw of noise per term.
 
     Args:
         denoise: the model.
-        process: forward process; at its noisiest time x_t should be close to the prior.
+        process: forward process. At its noisiest time x_t should be close to the prior.
         x0: (B, C, H, W) 8-bit images in [-1, 1].
         variance: variance of the reverse steps.
-        times: grid; fewer steps than the process has give a different, looser bound.
+        times: grid of the reverse steps. With fewer steps than the process has, the bound is a
+            different and looser one.
         steps: number of terms.
         randn_like: source of noise.
         clip: whether x0 is clamped to [-1, 1] in the model's mean.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 4-7.
+
+    Example:
+        See `BitsPerDim`.
     """
     grid = times.grid(process, steps)
     posteriors = posterior(process, grid)
@@ -94,9 +110,20 @@ def _mean_square(error: Tensor) -> Tensor:
 
 
 def score(denoise: Denoise, process: Process) -> Callable[[Tensor, Tensor], Tensor]:
-    """The gradient of log p(x_t) with respect to x_t, as a function of x_t (B, C, H, W) and t (B,).
+    """Return the score of a model: the gradient of log p(x_t) with respect to x_t.
 
-    Source: Song et al. 2021 (score SDEs), section 3.3: -noise / sigma.
+    Returns:
+        A function of x_t (B, C, H, W) and t (B,) that returns -noise / sigma, with the shape of
+        x_t.
+
+    Source: Song et al. 2021 (score SDEs), section 3.3.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> from lit_diffusion.protocols import Denoised
+        >>> gradient = score(lambda x_t, t: Denoised(x_t, x_t), LinearFlow())
+        >>> gradient(torch.ones(1, 1, 1, 1), torch.tensor([0.5]).double()).item()
+        -2.0
     """
 
     def gradient(x_t: Tensor, t: Tensor) -> Tensor:
@@ -116,21 +143,22 @@ def flow_bits_per_dim(
     probes: int | None = 1,
     randn_like: RandnLike = torch.randn_like,
 ) -> Tensor:
-    """-log2 p(x0) per dimension, for the density p to which the probability flow maps the prior.
+    """Compute -log2 p(x0) per dimension by the probability flow, which maps the prior to p.
 
-    In y = x_t / alpha and s = log(sigma / alpha) the flow is dy / ds = (sigma / alpha) noise, and
-    log p(y) changes by minus its divergence. The classical Runge-Kutta method integrates both.
+    With y = x_t / alpha and s = log(sigma / alpha), the flow is dy / ds = (sigma / alpha) noise.
+    log p(y) changes by minus the divergence of the flow. The classical Runge-Kutta method
+    integrates both.
 
     Args:
-        denoise: the model; differentiable.
-        process: forward process; its least noisy time stands for the data, its noisiest for the
-            prior.
+        denoise: the model, which must be differentiable.
+        process: forward process. Its least noisy time is treated as the data, and its noisiest time
+            as the prior.
         x0: (B, C, H, W) real numbers in [-1, 1].
         times: grid, without times of pure noise.
-        steps: number of times in the grid; needs 4 (steps - 1) function evaluations.
-        probes: number of random sign vectors v, with which v^T J v estimates the divergence; None
-            computes the exact trace, with one backward pass per dimension.
-        randn_like: source of the noise whose signs are used.
+        steps: number of times in the grid; costs 4 (steps - 1) function evaluations.
+        probes: number of random sign vectors v for the estimate v^T J v of the divergence. None
+            computes the exact trace of J, with one backward pass per dimension.
+        randn_like: source of random numbers; their signs are used.
 
     Returns:
         (B,) bits per dimension.
@@ -139,6 +167,19 @@ def flow_bits_per_dim(
         ValueError: for a grid with pure noise or fewer than two times, or probes < 1.
 
     Source: Song et al. 2021 (score SDEs), section 4.3 and appendix D.2; Hutchinson's estimator.
+
+    Example:
+        >>> from lit_diffusion.grids import LogSNR
+        >>> from lit_diffusion.processes import ContinuousVP
+        >>> from lit_diffusion.protocols import Denoised
+        >>> process = ContinuousVP()
+        >>> def gaussian(x_t, t):  # the exact model of standard normal data
+        ...     alpha, sigma = (scale.float().view(-1, 1, 1, 1) for scale in process.alpha_sigma(t))
+        ...     return Denoised(alpha * x_t, sigma * x_t)
+        >>> x0 = torch.zeros(1, 1, 4, 4)
+        >>> bits = flow_bits_per_dim(gaussian, process, x0, LogSNR(), steps=20, probes=None)
+        >>> round(bits.item(), 2)  # log2(2 pi) / 2
+        1.33
     """
     noisiest, alpha, s = _flow_times(process, times, steps)
     y, log_det = x0 / alpha[0], x0.new_zeros(len(x0))
@@ -172,7 +213,7 @@ def _flow_times(process: Process, times: TimeGrid, steps: int) -> tuple[Tensor, 
     alpha, sigma = process.alpha_sigma(grid)
     if steps < 2 or not (alpha > 0).all():
         raise ValueError(
-            f"the flow needs two times or more, and a signal at each, got {steps} of {times} on "
+            f"the flow needs two times or more, and none of pure noise, got {steps} of {times} on "
             f"{process}; use LogSNR(noisiest=-12)."
         )
     return grid[-1], alpha, (sigma / alpha).log()
@@ -186,7 +227,7 @@ def _slope_and_divergence(
     level: Tensor,
     signs: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """level * noise, and the trace of its Jacobian with respect to y, exact if signs is None."""
+    """level * noise, and the trace of its Jacobian with respect to y; exact if signs is None."""
     with torch.enable_grad():
         y = y.detach().requires_grad_()
         batch_t = t.to(y.device).expand(len(y))

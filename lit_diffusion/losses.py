@@ -1,11 +1,11 @@
-"""Training objectives, per sample, and the weightings of the squared error.
+"""Training objectives per sample, and weightings of the squared error.
 
 `DiffusionModule.per_sample_loss` multiplies the squared error of the network's output by a
-weighting and passes the product to a loss, which may add terms.
+weighting. It passes the product to a loss, which may add terms.
 
-In every parameterization x0 = (terms without the output) +- output_scale * output, so a weight W on
-|x0 - x0_hat|^2 is a weight W output_scale^2 on |target - output|^2. Docstrings state W, with SNR =
-(alpha / sigma)^2; only `Simple` states the weight on the output.
+In every parameterization x0 = (terms without the output) +- output_scale * output. Therefore a
+weight W on |x0 - x0_hat|^2 is a weight W output_scale^2 on |target - output|^2. Docstrings state W,
+except that of `Simple`, which states the weight on the output. SNR is (alpha / sigma)^2.
 """
 
 import math
@@ -24,6 +24,11 @@ class Simple:
     """Weight 1 on the error of the output, for every parameterization.
 
     Source: Ho et al. 2020 (DDPM), Eq. 14.
+
+    Example:
+        >>> alpha, sigma = torch.tensor([0.8, 0.6]), torch.tensor([0.6, 0.8])
+        >>> Simple().weight(alpha, sigma, sigma / alpha, None)
+        tensor([1., 1.])
     """
 
     def weight(
@@ -35,17 +40,22 @@ class Simple:
 
 @dataclass(frozen=True)
 class MinSNR:
-    """W = min(SNR, gamma).
+    """Min-SNR weighting: W = min(SNR, gamma).
 
     The weight on the output is min(SNR, gamma) / SNR for noise and min(SNR, gamma) / (SNR + 1) for
     velocity.
 
     Args:
         gamma: SNR above which W is constant.
-        zero_snr_weight: weight at SNR = 0, where the formula gives 0 for Sample and Velocity; the
-            authors' code uses 1.0. None keeps the formula.
+        zero_snr_weight: weight on the output at SNR = 0, where the formula gives 0 for Sample and
+            Velocity. The authors' code uses 1.0. None keeps the formula.
 
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), section 3.4.
+
+    Example:
+        >>> alpha, sigma = torch.tensor([0.5, 0.9]), torch.tensor([0.5, 0.1])  # SNR 1 and 81
+        >>> MinSNR(gamma=5.0).weight(alpha, sigma, torch.ones(2), None)
+        tensor([1., 5.])
     """
 
     gamma: float = 5.0
@@ -64,13 +74,18 @@ class MinSNR:
 
 @dataclass(frozen=True)
 class P2:
-    """W = SNR / (k + SNR)^gamma, which down-weights nearly clean images.
+    """P2 weighting: W = SNR / (k + SNR)^gamma, which reduces the weight of nearly clean images.
 
     Args:
-        gamma: strength; 0 is `Simple` for `Epsilon`. The authors use 0.5 and 1.
+        gamma: strength. The authors use 0.5 and 1. With 0 and `Epsilon` it equals `Simple`.
         k: SNR around which the reduction starts.
 
     Source: Choi et al. 2022 (P2 weighting, arXiv 2204.00227), Eq. 8.
+
+    Example:
+        >>> alpha, sigma = torch.tensor([0.5, 0.9]), torch.tensor([0.5, 0.1])  # SNR 1 and 81
+        >>> P2().weight(alpha, sigma, sigma / alpha, None)
+        tensor([0.5000, 0.0122])
     """
 
     gamma: float = 1.0
@@ -86,13 +101,18 @@ class P2:
 
 @dataclass(frozen=True)
 class SoftMinSNR:
-    """W = SNR gamma / (SNR + gamma), a smooth version of Min-SNR.
+    """Soft-min-SNR weighting: W = SNR gamma / (SNR + gamma), a smooth version of `MinSNR`.
 
     Args:
-        gamma: limit of W for large SNR; k-diffusion uses 1 / sigma_data^2 of
+        gamma: limit of W for large SNR. k-diffusion uses 1 / sigma_data^2, with the sigma_data of
             `EDMPreconditioning`.
 
     Source: Crowson et al. 2024 (HDiT, arXiv 2401.11605), soft-min-SNR.
+
+    Example:
+        >>> alpha, sigma = torch.tensor([0.5, 0.9]), torch.tensor([0.5, 0.1])  # SNR 1 and 81
+        >>> SoftMinSNR(gamma=4.0).weight(alpha, sigma, torch.ones(2), None)
+        tensor([0.8000, 3.8118])
     """
 
     gamma: float = 4.0
@@ -107,9 +127,16 @@ class SoftMinSNR:
 
 @dataclass(frozen=True)
 class TruncSNR:
-    """W = max(SNR, 1): weight 1 on the error of the noise, but at least 1 on that of x0.
+    """Truncated SNR weighting: W = max(SNR, 1).
+
+    This is weight 1 on the error of the noise, but at least weight 1 on the error of x0.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
+
+    Example:
+        >>> alpha, sigma = torch.tensor([0.1, 0.8]), torch.tensor([0.5, 0.4])  # SNR 0.04 and 4
+        >>> TruncSNR().weight(alpha, sigma, torch.ones(2), None)
+        tensor([1., 4.])
     """
 
     def weight(
@@ -121,9 +148,16 @@ class TruncSNR:
 
 @dataclass(frozen=True)
 class InvSNR:
-    """W = 1 / SNR, which weights noisy images most; needs SNR > 0 at the noisiest time.
+    """Inverse SNR weighting: W = 1 / SNR, which weights noisy images most.
 
-    Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), the authors' `inv_snr`.
+    The SNR of the noisiest time must be above 0.
+
+    Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), `inv_snr` in the authors' code.
+
+    Example:
+        >>> alpha, sigma = torch.tensor([0.5, 0.8]), torch.tensor([0.5, 0.4])  # SNR 1 and 4
+        >>> InvSNR().weight(alpha, sigma, torch.ones(2), None)
+        tensor([1.0000, 0.2500])
     """
 
     def weight(
@@ -135,15 +169,21 @@ class InvSNR:
 
 @dataclass(frozen=True)
 class AsFlow:
-    """W = ((alpha + sigma) / sigma)^2: the squared error of `FlowVelocity`.
+    """Flow weighting: W = ((alpha + sigma) / sigma)^2, the squared error of the flow velocity.
 
-    This holds for every parameterization. With `Sample` on `LinearFlow`, the network outputs x0 and
-    is trained on the velocity (x_t - x0) / t.
+    With this weighting, every parameterization is trained on the error of `FlowVelocity`. For
+    example, with `Sample` on `LinearFlow` the network outputs x0 and is trained on the error of the
+    velocity (x_t - x0) / t.
 
     Args:
         floor: lower bound on the divisor sigma / (alpha + sigma), which is t on `LinearFlow`.
 
     Source: Li & He 2025 (JiT, arXiv 2511.13720), table 1 and section 4, with t clipped at 0.05.
+
+    Example:
+        >>> alpha, sigma = torch.tensor([0.5, 0.75]), torch.tensor([0.5, 0.25])  # t = 1/2 and 1/4
+        >>> AsFlow().weight(alpha, sigma, torch.ones(2), None)
+        tensor([ 4., 16.])
     """
 
     floor: float = 0.05
@@ -157,20 +197,20 @@ class AsFlow:
 
 @dataclass(frozen=True)
 class FDMWarmup:
-    """Another weighting with an upper bound early in training: W <= C(k) at optimizer step k.
+    """FDM's warm-up: another weighting with an upper bound early in training.
 
-    C(k) = 5 * 100^(k / K) rises from 5 to 500. There is no bound from step K on, nor outside
-    training, as in validation.
+    At optimizer step k < K, W is at most C(k) = 5 * 100^(k / K), which rises from 5 to 500. From
+    step K on there is no bound, nor is there one in validation.
 
     Args:
         base: the weighting to bound; FDM uses `Simple`.
-        warmup_steps: K. The authors use 200 (EDM) and 400 (VP, VE) for CIFAR-10, 800 and 400 for
-            FFHQ, 400 for AFHQ.
+        warmup_steps: K. For CIFAR-10, the authors use 200 with EDM and 400 with VP and VE. For
+            FFHQ, they use 800 with EDM and 400 with VP and VE. For AFHQ, they use 400.
 
     Raises:
         ValueError: if warmup_steps < 1.
 
-    Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991). C is that of their code, which
+    Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991). C is from their code, which
     counts calls of the loss instead of optimizer steps.
 
     Example:
@@ -184,7 +224,7 @@ class FDMWarmup:
     def __post_init__(self) -> None:
         if self.warmup_steps < 1:
             raise ValueError(
-                f"warmup_steps must be at least 1, got {self.warmup_steps}; without a warm-up, use "
+                f"warmup_steps must be at least 1, got {self.warmup_steps}; for no warm-up, use "
                 f"{self.base} alone."
             )
 
@@ -205,12 +245,16 @@ class FDMWarmup:
 
 @dataclass(frozen=True)
 class DenoisingLoss:
-    """Only the weighted squared error: weight(t) mean |target - output|^2.
+    """The weighted squared error alone: weight(t) mean |target - output|^2.
 
     Args:
         weighting: factor on the squared error.
 
     Source: Ho et al. 2020 (DDPM), Eq. 12 and 14.
+
+    Example:
+        >>> DenoisingLoss(weighting=MinSNR(gamma=5.0)).output_factor
+        1
     """
 
     weighting: Weighting
@@ -229,11 +273,12 @@ class DenoisingLoss:
 
 
 class UncertaintyLoss(nn.Module):
-    """weight(t) mean |target - output|^2 exp(-u(t)) + u(t), with a learned log-variance u.
+    """EDM2's loss: weight(t) mean |target - output|^2 exp(-u(t)) + u(t), with a learned u.
 
-    The optimal u(t) is the logarithm of the weighted error at t, for which all noise levels
-    contribute equally. u is linear in Fourier features of ln(sigma / alpha) / 4. It is 0 at
-    initialization, where the loss equals `DenoisingLoss`. u is trained and saved with the network.
+    u(t) is the log-variance of the error. Its optimum is the logarithm of the weighted error at t,
+    with which all noise levels contribute equally. u is linear in Fourier features of
+    ln(sigma / alpha) / 4. At initialization u is 0, and the loss equals `DenoisingLoss`. u is
+    trained and saved with the network.
 
     Args:
         weighting: factor on the squared error.
@@ -244,6 +289,12 @@ class UncertaintyLoss(nn.Module):
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), Eq. 14 and appendix B.2; Kendall et al.
     2018, Eq. 8.
+
+    Example:
+        >>> loss = UncertaintyLoss(Simple(), num_features=16)
+        >>> scales = torch.tensor([0.6, 0.8], dtype=torch.float64)
+        >>> loss.uncertainty(scales, 1 - scales).tolist()  # at initialization
+        [0.0, 0.0]
     """
 
     output_factor: ClassVar[int] = 1
@@ -282,21 +333,26 @@ class UncertaintyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class HybridLoss:
-    """L_simple + lambda L_vlb: the denoising loss plus the bound, which trains the variance.
+    """Improved-diffusion's loss L_simple + lambda L_vlb, which also trains the variance.
 
-    The network outputs 2C channels. The first C are the usual output. The others, r in about
-    [-1, 1], give the fraction (r + 1) / 2 of `LearnedRange`. The bound has no gradient with respect
-    to the first C. Needs a process in discrete steps.
+    L_simple is the denoising loss and L_vlb the variational bound. The network outputs 2C channels.
+    The first C are the usual output. The other C, with values r of about -1 to 1, are the fraction
+    (r + 1) / 2 of `LearnedRange`. L_vlb has no gradient with respect to the first C channels. The
+    process must have discrete steps.
 
     Args:
-        weighting: factor on the squared error; the bound is not weighted.
-        vb_weight: lambda. The paper uses 0.001, as `rescale_learned_sigmas=True` of its code does;
-            guided-diffusion's models used 1 / T.
+        weighting: factor on the squared error. The bound is not weighted.
+        vb_weight: lambda. The paper uses 0.001, which is `rescale_learned_sigmas=True` in its code.
+            The models of guided-diffusion used 1 / T.
 
     Raises:
-        ValueError: unless vb_weight > 0.
+        ValueError: if vb_weight <= 0.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15-16.
+
+    Example:
+        >>> HybridLoss(weighting=Simple(), vb_weight=0.001).output_factor
+        2
     """
 
     weighting: Weighting
@@ -306,7 +362,7 @@ class HybridLoss:
     def __post_init__(self) -> None:
         if not 0 < self.vb_weight < math.inf:
             raise ValueError(
-                f"vb_weight must be > 0, got {self.vb_weight}; DenoisingLoss has no such term."
+                f"vb_weight must be > 0, got {self.vb_weight}; use DenoisingLoss for no such term."
             )
 
     def per_sample(
@@ -325,7 +381,7 @@ class HybridLoss:
     def bound_term(
         self, prediction: Prediction, process: Process, parameterization: Parameterization
     ) -> Tensor:
-        """(B,) terms of the variational bound at t of each sample, in bits per dimension."""
+        """(B,) terms of the variational bound at the time of each sample, in bits per dimension."""
         x0, x_t, r = prediction.x0, prediction.x_t, prediction.variance_output
         assert r is not None
         posterior = step_posterior(process, prediction.t, x0.dtype)

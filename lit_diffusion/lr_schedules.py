@@ -1,8 +1,8 @@
-"""Learning rate schedules: a linear warm-up, then constant, linear or cosine.
+"""Learning rate schedules: a linear warm-up, and then a constant, linear or cosine schedule.
 
-Each is a torch LambdaLR whose factor is a pure function of the optimizer step, so it resumes
-exactly. Settings are not saved in the checkpoint: a run that is resumed with another length follows
-the new length.
+Each schedule is a torch LambdaLR whose factor is a pure function of the optimizer step, so a resume
+is exact. Checkpoints do not contain the settings. If you resume a run with another length, the
+schedule follows the new length.
 """
 
 import math
@@ -14,15 +14,21 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class WarmupConstant(LambdaLR):
-    """lr rises over `warmup_steps`, then stays constant.
+    """Schedule in which the lr rises linearly over `warmup_steps` and then stays constant.
 
     Args:
-        optimizer: its lr is the constant.
-        warmup_steps: optimizer steps until the full lr; the first step uses 1 / warmup_steps of it.
-            0 is no warm-up.
+        optimizer: optimizer whose lr is the full lr.
+        warmup_steps: optimizer steps until the full lr. The first step uses the full lr divided by
+            warmup_steps. 0 is no warm-up.
 
     Raises:
         ValueError: if warmup_steps is negative.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> schedule = WarmupConstant(optimizer, warmup_steps=4)
+        >>> [schedule.factor(step) for step in range(6)]
+        [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 0) -> None:
@@ -43,7 +49,7 @@ class WarmupConstant(LambdaLR):
         return {k: v for k, v in super().state_dict().items() if k not in settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at the saved step, with the lr that this object's settings give for it."""
+        """Resume at the saved step; the lr follows the settings of this object."""
         super().load_state_dict(state_dict)
         self._last_lr = [lr * self.factor(self.last_epoch) for lr in self.base_lrs]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -51,17 +57,23 @@ class WarmupConstant(LambdaLR):
 
 
 class WarmupLinear(WarmupConstant):
-    """lr rises over `warmup_steps`, then falls linearly to `final_factor` times its peak.
+    """Schedule in which the lr rises linearly over `warmup_steps` and then falls linearly.
 
     Args:
-        optimizer: its lr is the peak.
-        total_steps: optimizer steps of the whole run, warm-up included; None lets DiffusionModule
-            set it from the Trainer.
-        warmup_steps: optimizer steps until the full lr.
-        final_factor: factor on the lr at `total_steps`, one step after the last.
+        optimizer: optimizer whose lr is the peak.
+        total_steps: optimizer steps of the whole run, including the warm-up. With None,
+            DiffusionModule sets the length of the fit.
+        warmup_steps: optimizer steps until the peak.
+        final_factor: factor on the peak at step `total_steps`, which is one step after the last.
 
     Raises:
         ValueError: if total_steps <= warmup_steps.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> schedule = WarmupLinear(optimizer, total_steps=4)
+        >>> [schedule.factor(step) for step in range(5)]
+        [1.0, 0.75, 0.5, 0.25, 0.0]
     """
 
     def __init__(
@@ -97,21 +109,29 @@ class WarmupLinear(WarmupConstant):
         """Set the length of the run, in optimizer steps; warns if it ends within the warm-up."""
         if total_steps <= self.warmup_steps:
             warnings.warn(
-                f"a warm-up of {self.warmup_steps} steps is all of this run of {total_steps}; "
-                "lower warmup_steps or raise max_steps.",
+                f"a warm-up of {self.warmup_steps} steps does not end in this run of "
+                f"{total_steps} steps; lower warmup_steps or raise max_steps.",
                 stacklevel=2,
             )
         self.total_steps = total_steps
 
     def decay(self, done: float) -> float:
-        """Falls from 1 to 0 as `done` goes from 0 to 1."""
+        """Shape of the decay: falls from 1 to 0 while `done`, its completed part, rises to 1."""
         return 1 - done
 
 
 class WarmupCosine(WarmupLinear):
-    """lr rises over `warmup_steps`, then falls as a cosine to `final_factor` times its peak.
+    """Schedule in which the lr rises linearly over `warmup_steps` and then falls as a cosine.
+
+    The arguments are those of `WarmupLinear`.
 
     Source: Loshchilov & Hutter 2017 (SGDR), Eq. 5, without restarts.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> schedule = WarmupCosine(optimizer, total_steps=4)
+        >>> [round(schedule.factor(step), 3) for step in range(5)]
+        [1.0, 0.854, 0.5, 0.146, 0.0]
     """
 
     def decay(self, done: float) -> float:

@@ -1,8 +1,9 @@
 """Parameterizations: what the network outputs, and how to recover x0 from it.
 
-Every class maps (x0, noise) to a training target, and an output back to x0, for x_t = alpha x0 +
-sigma noise.
-Shapes: images (B, C, H, W); alpha and sigma broadcastable to them and of their dtype
+With x_t = alpha x0 + sigma noise, every class maps (x0, noise) to a training target, and a network
+output back to x0.
+
+Images are (B, C, H, W). alpha and sigma have the images' dtype and broadcast against them
 (`gaussian.expand_as`). `output_scale` is |d x0 / d output|, EDM's c_out. It converts a weight on
 the error of x0 to a weight on the error of the output (losses.py).
 """
@@ -18,9 +19,16 @@ from lit_diffusion.protocols import Parameterization
 
 @dataclass(frozen=True)
 class Epsilon:
-    """The noise. Ill-conditioned as alpha approaches 0.
+    """The network outputs the noise. Recovering x0 is ill-conditioned if alpha is close to 0.
 
     Source: Ho et al. 2020 (DDPM), Eq. 11-14.
+
+    Example:
+        >>> alpha, sigma = torch.tensor(0.8), torch.tensor(0.6)
+        >>> x0, noise = torch.tensor(1.0), torch.tensor(2.0)
+        >>> output = Epsilon().target(x0, noise, alpha, sigma)
+        >>> Epsilon().to_x0(output, alpha * x0 + sigma * noise, alpha, sigma)
+        tensor(1.0000)
     """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
@@ -42,9 +50,14 @@ class Epsilon:
 
 @dataclass(frozen=True)
 class Sample:
-    """The clean image.
+    """The network outputs the clean image x0.
 
     Source: Ho et al. 2020 (DDPM), section 3.2.
+
+    Example:
+        >>> alpha, sigma = torch.tensor(0.8), torch.tensor(0.6)
+        >>> Sample().target(torch.tensor(1.0), torch.tensor(2.0), alpha, sigma)
+        tensor(1.)
     """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
@@ -66,9 +79,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Velocity:
-    """v = alpha noise - sigma x0, well-conditioned at both ends of time.
+    """The network outputs v = alpha noise - sigma x0, which is well-conditioned at all times.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4 and appendix D.
+
+    Example:
+        >>> alpha, sigma = torch.tensor(0.8), torch.tensor(0.6)
+        >>> Velocity().target(torch.tensor(1.0), torch.tensor(2.0), alpha, sigma)
+        tensor(1.)
     """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
@@ -90,10 +108,15 @@ class Velocity:
 
 @dataclass(frozen=True)
 class FlowVelocity:
-    """u = noise - x0, the velocity dx_t / dt of `LinearFlow`.
+    """The network outputs u = noise - x0, the velocity dx_t / dt of `LinearFlow`.
 
-    Source: Lipman et al. 2023 (Flow Matching, arXiv 2210.02747), Eq. 23, time reversed; Liu et al.
-    2023 (Rectified Flow), Eq. 1.
+    Source: Lipman et al. 2023 (Flow Matching, arXiv 2210.02747), Eq. 23, with time reversed; Liu et
+    al. 2023 (Rectified Flow), Eq. 1.
+
+    Example:
+        >>> alpha, sigma = torch.tensor(0.75), torch.tensor(0.25)
+        >>> FlowVelocity().target(torch.tensor(1.0), torch.tensor(3.0), alpha, sigma)
+        tensor(2.)
     """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
@@ -115,23 +138,30 @@ class FlowVelocity:
 
 @dataclass(frozen=True)
 class EDMPreconditioning:
-    """EDM's F: x0 minus its best linear estimate from x_t, scaled to unit variance.
+    """The network outputs EDM's F: the error of the best linear estimate of x0, with variance 1.
 
-    D = c_skip x_t + c_out F(c_in x_t). EDM has alpha = 1. Any alpha works, with V = alpha^2
-    sigma_data^2 + sigma^2, the variance of x_t, and
+    The estimate of x0 is D = c_skip x_t + c_out F(c_in x_t). EDM has alpha = 1. This class works
+    for any alpha. With V = alpha^2 sigma_data^2 + sigma^2, the variance of x_t, the factors are
 
         c_in = 1 / sqrt(V),  c_skip = alpha sigma_data^2 / V,  c_out = sigma sigma_data / sqrt(V).
 
-    With sigma_data = 1 on a variance-preserving process F is -v (`Velocity`). EDM's weight
-    lambda(sigma) = 1 / c_out^2 is `Simple`. Its c_noise is the noise label of `EDMProcess`.
+    On a variance-preserving process with sigma_data = 1, F is -v (`Velocity`). For EDM's weighting
+    lambda(sigma) = 1 / c_out^2, use `Simple`. `EDMProcess` has EDM's c_noise as its noise label.
 
     Args:
         sigma_data: standard deviation of x0.
 
     Raises:
-        ValueError: unless sigma_data > 0.
+        ValueError: if sigma_data <= 0.
 
     Source: Karras et al. 2022 (EDM), Eq. 7 and table 1; appendix B.6.
+
+    Example:
+        >>> edm, alpha, sigma = EDMPreconditioning(0.5), torch.tensor(1.0), torch.tensor(0.5)
+        >>> x0, noise = torch.tensor(0.3), torch.tensor(-1.0)
+        >>> output = edm.target(x0, noise, alpha, sigma)
+        >>> edm.to_x0(output, alpha * x0 + sigma * noise, alpha, sigma)
+        tensor(0.3000)
     """
 
     sigma_data: float = 0.5
@@ -166,22 +196,22 @@ class EDMPreconditioning:
 class FDM:
     """Fast Diffusion Model: another parameterization with a critically damped network input.
 
-    The network's input is s x_t / alpha, with level = sigma / alpha and
+    Only the input of the network changes. With level = sigma / alpha, it is s x_t / alpha, where
 
         s = exp(-m B) (1 + m B),  B(u) = 0.1 u + 9.95 u^2,
-        u = (level - sigma_min) / (sigma_max - sigma_min);
+        u = (level - sigma_min) / (sigma_max - sigma_min).
 
-    nothing else changes. Beyond sigma_max, s vanishes faster than x_t / alpha grows, so the network
-    sees only the noise level. A process that goes far beyond, such as one with cosine betas, needs
-    a base whose target there does not depend on x_t: Velocity or EDMPreconditioning.
+    Above sigma_max, s vanishes faster than x_t / alpha grows, so the network sees only the noise
+    level. If a process has levels far above sigma_max, as with cosine betas, use a base whose
+    target does not depend on x_t at these levels: Velocity or EDMPreconditioning.
 
     Args:
         base: parameterization of the output.
         sigma_min: level at which s = 1. The paper uses 0.002 for EDM, 0.001 for VP (`ContinuousVP`,
             linear betas) and 0.02 for VE.
         sigma_max: level at which u = 1. The paper uses 80 for EDM, 152.17 for VP and 100 for VE.
-        multiplier: m, the strength. The authors use 2 for CIFAR-10 and AFHQ, 1 for FFHQ, and always
-            1 for VE.
+        multiplier: m, the strength. The authors use 1 for VE. For EDM and VP they use 2 on CIFAR-10
+            and AFHQ, and 1 on FFHQ.
 
     Raises:
         ValueError: unless 0 <= sigma_min < sigma_max and multiplier > 0.
@@ -210,11 +240,11 @@ class FDM:
         return (-damping).exp() * (1 + damping) * x_t / alpha
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Target of the base."""
+        """The target of the base."""
         return self.base.target(x0, noise, alpha, sigma)
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Estimate of the base."""
+        """The estimate of the base."""
         return self.base.to_x0(output, x_t, alpha, sigma)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:

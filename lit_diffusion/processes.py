@@ -1,6 +1,6 @@
 """Forward processes, which turn images into noise: x_t = alpha(t) x0 + sigma(t) noise.
 
-A process holds only tables and formulas; parameterization, training times and solver are separate.
+A process has only tables and formulas. Parameterization, training times and solver are separate.
 Tables are float64 and not module buffers, so they are not cast by precision plugins, averaged by
 EMA or saved in checkpoints.
 """
@@ -22,7 +22,7 @@ def _check_steps(num_steps: int) -> None:
 
 
 class BetaSchedule(Protocol):
-    """Variances added per step."""
+    """A schedule of the variances that a discrete process adds in each step."""
 
     def betas(self) -> Tensor:
         """(num_steps,) float64 in (0, 1)."""
@@ -33,9 +33,13 @@ class LinearBetas:
     """Linear betas, from 1e-4 to 0.02 for 1000 steps, scaled by 1000 / T for other step counts.
 
     Args:
-        num_steps: T, at least 20, for which the last beta is 1.
+        num_steps: T, at least 20. With T = 20 the last beta is 1.
 
-    Source: Ho et al. 2020 (DDPM), section 4; scaling by 1000 / T from improved-diffusion.
+    Source: Ho et al. 2020 (DDPM), section 4. The scaling by 1000 / T is from improved-diffusion.
+
+    Example:
+        >>> LinearBetas(1000).betas()[[0, -1]].tolist()
+        [0.0001, 0.02]
     """
 
     num_steps: int = 1000
@@ -49,13 +53,20 @@ class LinearBetas:
 
 @dataclass(frozen=True)
 class CosineBetas:
-    """alpha-bar falls as a squared cosine, which destroys the image more slowly than linear betas.
+    """Betas with which alpha-bar falls as a squared cosine.
+
+    They destroy the image more slowly than linear betas.
 
     Args:
         num_steps: T.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 17, with s = 0.008 and beta at most
     0.999.
+
+    Example:
+        >>> alpha, _ = DiscreteVP(CosineBetas(1000)).alpha_sigma(torch.tensor([500]))
+        >>> round(alpha.item(), 2)
+        0.7
     """
 
     num_steps: int = 1000
@@ -69,9 +80,9 @@ class CosineBetas:
 
 @dataclass(frozen=True)
 class SigmoidBetas:
-    """alpha-bar falls as a sigmoid, with fewer steps near both ends than a squared cosine.
+    """Betas with which alpha-bar falls as a sigmoid.
 
-    This suits images larger than 64x64.
+    Fewer steps are near both ends than with a squared cosine, which suits images larger than 64x64.
 
     Args:
         num_steps: T.
@@ -81,6 +92,11 @@ class SigmoidBetas:
 
     Source: Jabri et al. 2022 (arXiv 2212.11972), appendix B; Chen 2023 (arXiv 2301.10972),
     algorithm 1.
+
+    Example:
+        >>> alpha, sigma = DiscreteVP(SigmoidBetas(1000)).alpha_sigma(torch.tensor([499]))
+        >>> round(alpha.item(), 2), round(sigma.item(), 2)
+        (0.71, 0.71)
     """
 
     num_steps: int = 1000
@@ -120,15 +136,20 @@ class GivenBetas:
 class ZeroTerminalSNR:
     """Another schedule, rescaled so that its last step has an SNR of 0.
 
-    sqrt(alpha-bar) is shifted to end at 0 and scaled to keep its first value. Epsilon can't be
-    trained with it; use Velocity or Sample. Solvers in log SNR need a grid that starts at a finite
-    value, such as `LogSNR(noisiest=-10)`.
+    sqrt(alpha-bar) is shifted to end at 0 and scaled to keep its first value. Train with Velocity
+    or Sample, because Epsilon cannot be trained at an SNR of 0. Solvers in log SNR need a grid that
+    starts at a finite value, such as `LogSNR(noisiest=-10)`.
 
     Args:
         base: the schedule to rescale.
 
     Source: Lin et al. 2023 (Common Diffusion Noise Schedules and Sample Steps are Flawed, arXiv
     2305.08891), algorithm 1.
+
+    Example:
+        >>> alpha, _ = DiscreteVP(ZeroTerminalSNR(LinearBetas(100))).alpha_sigma(torch.tensor([99]))
+        >>> alpha.item()
+        0.0
     """
 
     base: BetaSchedule
@@ -142,7 +163,7 @@ class ZeroTerminalSNR:
 
 
 def _betas_from_alpha_bar(alpha_bar: Tensor) -> Tensor:
-    """(T + 1,) alpha-bar, up to a factor, at u = 0, 1/T, ..., 1 -> (T,) betas <= 0.999."""
+    """Betas <= 0.999, (T,), from alpha-bar up to a factor at u = 0, 1/T, ..., 1, (T + 1,)."""
     return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=0.999)
 
 
@@ -150,9 +171,9 @@ def _betas_from_alpha_bar(alpha_bar: Tensor) -> Tensor:
 class DiscreteVP:
     """Variance-preserving process in T steps: alpha^2 = alpha-bar, sigma^2 = 1 - alpha-bar.
 
-    Times are 0 (least noisy) to T - 1; -1 is the clean image. Between integer times log SNR is
-    interpolated linearly, so every solver and time grid works. Next to the clean image, or to a
-    step with an SNR of 0, alpha-bar is interpolated instead.
+    Times are 0 (least noisy) to T - 1. Time -1 is the clean image. Between integer times, log SNR
+    is interpolated linearly, so every solver and time grid works. Next to the clean image, and next
+    to a step with an SNR of 0, alpha-bar is interpolated instead.
 
     Args:
         betas: schedule of the variances.
@@ -160,7 +181,7 @@ class DiscreteVP:
             improved-diffusion.
 
     Raises:
-        ValueError: if a beta is outside (0, 1); the last may be 1.
+        ValueError: if a beta is outside (0, 1). Only the last beta may be 1.
 
     Source: Ho et al. 2020 (DDPM), Eq. 4; Nichol & Dhariwal 2021 for `rescale_labels`.
 
@@ -182,7 +203,7 @@ class DiscreteVP:
                 f"betas must lie in (0, 1), got {table.min():.4g} to {table.max():.4g} from "
                 f"{self.betas}; use more steps."
             )
-        # Column i is for t in [i - 1, i); column 0 begins with the clean image.
+        # Column i is for t in [i - 1, i). Column 0 starts at the clean image.
         alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), (1 - table).cumprod(0)])
         next_alpha_bar = torch.cat([alpha_bar[1:], alpha_bar[-1:]])
         has_log_snr = (alpha_bar < 1) & (next_alpha_bar > 0)
@@ -214,7 +235,7 @@ class DiscreteVP:
         low, high, low_log_snr, high_log_snr, has_log_snr = columns
         fraction = position - column
         by_log_snr = torch.sigmoid(low_log_snr.lerp(high_log_snr, fraction))
-        # At a fraction of 0, linear interpolation gives the entry of the table, unrounded.
+        # At a fraction of 0, linear interpolation returns the exact entry of the table.
         alpha_bar = torch.where(fraction * has_log_snr == 0, low.lerp(high, fraction), by_log_snr)
         return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
 
@@ -247,7 +268,7 @@ class DiscreteVP:
     def _table_on(self, device: torch.device) -> Tensor:
         """(5, T + 1) alpha-bar at both ends of each interval, its logits, whether these are finite.
 
-        A copy is stored for each device, but not copies of another kind, as of torch's fake mode.
+        A copy is stored for each device. Fake tensors, which torch.compile uses, are not stored.
         """
         table = self._copies.get(device)
         if table is None:
@@ -321,9 +342,9 @@ class ContinuousVP:
 class LinearFlow:
     """Linear path of flow matching: alpha = 1 - t and sigma = t, for t in [0, 1].
 
-    Also called rectified flow. Its usual parameterization is `FlowVelocity`. The noise label is
-    1000 t. t = 1 is pure noise: `Euler` can start there, but solvers in log SNR need a grid that
-    starts at a finite value, such as `LogSNR(noisiest=-10)`.
+    This path is also called rectified flow. Its usual parameterization is `FlowVelocity`. The noise
+    label is 1000 t. t = 1 is pure noise. `Euler` can start there, but solvers in log SNR need a
+    grid that starts at a finite value, such as `LogSNR(noisiest=-10)`.
 
     Args:
         t_min: least noisy time that is trained on.
@@ -373,15 +394,15 @@ class LinearFlow:
 
 @dataclass(frozen=True)
 class EDMProcess:
-    """Adds noise without scaling the image: alpha = 1 and sigma = t.
+    """EDM's process, which adds noise without scaling the image: alpha = 1 and sigma = t.
 
-    The noise label is ln(sigma) / 4, EDM's c_noise. u is linear in ln(sigma), but EDM trains with
-    `LogNormal` times.
+    The noise label is ln(sigma) / 4, EDM's c_noise. ln(sigma) is linear in u. EDM trains with
+    `LogNormal` times, not with uniform ones.
 
     Args:
         sigma_min: smallest noise level, in units of x0.
-        sigma_max: largest noise level. By default `Heun` starts at 148 at most; with
-            times=Karras() it starts at sigma_max.
+        sigma_max: largest noise level. By default, `Heun` starts at sigma_max or at 148, whichever
+            is smaller. With times=Karras() it always starts at sigma_max.
 
     Raises:
         ValueError: unless 0 < sigma_min < sigma_max.
@@ -438,14 +459,19 @@ class EDMProcess:
 class VE(EDMProcess):
     """Variance-exploding process: noise from 0.02 to 100, uniform in ln(sigma).
 
-    The noise label is ln(sigma / 2). Train with `Epsilon` and `Uniform` times. (Song et al. learn
-    sigma times the score, which is minus the noise.)
+    The noise label is ln(sigma / 2). Train with `Epsilon` and `Uniform` times: Song et al. learn
+    sigma times the score, which is minus the noise.
 
     Args:
         sigma_min: smallest noise level, in units of x0.
         sigma_max: largest noise level.
 
     Source: Song et al. 2021 (score SDEs), appendix C; Karras et al. 2022 (EDM), table 1, column VE.
+
+    Example:
+        >>> alpha, sigma = VE().alpha_sigma(torch.tensor([0.5, 100.0]))
+        >>> alpha.tolist(), sigma.tolist()
+        ([1.0, 1.0], [0.5, 100.0])
     """
 
     sigma_min: float = 0.02

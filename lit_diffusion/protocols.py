@@ -1,8 +1,10 @@
 """Structural types (protocols) of the parts of the library.
 
-None of these is a base class. A class fits a protocol by having its methods, so any LightningModule
-can use a callback without inheriting from this library. Symbols: x_t = alpha * x0 + sigma * noise;
-images (B, C, H, W); times t (B,) float64; `u` in [0, 1] is a noise level, 1 the noisiest.
+None of these is a base class. A class fits a protocol if it has its methods. Therefore any
+LightningModule can use a callback without inheriting from this library.
+
+Symbols: x_t = alpha * x0 + sigma * noise. Images are (B, C, H, W) and times t (B,) float64. `u` in
+[0, 1] is a noise level, where 1 is the noisiest.
 
 jsonargparse checks objects from YAML against these protocols. This is why methods have names (never
 `__call__`), parameters are positional-only and attributes are read-only properties.
@@ -18,7 +20,17 @@ from torch import Tensor
 
 
 def check_positive(**values: float | None) -> None:
-    """Raise ValueError unless each value, passed by its name, is above 0 and finite, or None."""
+    """Raise ValueError unless each value is None, or above 0 and finite.
+
+    Args:
+        values: values by their names, which the message uses.
+
+    Example:
+        >>> check_positive(lr=0.1, weight_decay=None)
+        >>> check_positive(lr=-1.0)
+        Traceback (most recent call last):
+        ValueError: lr must be above 0 and finite, got -1.0.
+    """
     for name, value in values.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be above 0 and finite, got {value}.")
@@ -32,8 +44,13 @@ class Denoised(NamedTuple):
         noise: (B, C, H, W) estimate of the noise; x_t = alpha * x0 + sigma * noise holds.
         logvar_frac: (B, C, H, W) learned log-variance, as a fraction between the log posterior
             variance (0) and log beta (1); None if the network does not learn it.
-        shift: (B, C, H, W) classifier gradient; an ancestral step adds its variance times `shift`
-            to its mean. None without a classifier.
+        shift: (B, C, H, W) gradient of a classifier. An ancestral step adds its variance times
+            `shift` to its mean. None without a classifier.
+
+    Example:
+        >>> x_t = torch.full((1, 1, 2, 2), 0.5)
+        >>> Denoised(x0=torch.zeros_like(x_t), noise=x_t).shift is None
+        True
     """
 
     x0: Tensor
@@ -47,7 +64,8 @@ class Prediction(NamedTuple):
 
     Attributes:
         output: (B, C, H, W) output of the network, without its learned variance.
-        variance_output: (B, C, H, W) the second C channels if the variance is learned, else None.
+        variance_output: (B, C, H, W) the second C channels of the output if the variance is
+            learned, else None.
         x0: (B, C, H, W) clean images, in [-1, 1] for pixels.
         x_t: (B, C, H, W) noised images.
         t: (B,) float64 times of the process.
@@ -70,7 +88,11 @@ class NonFiniteSamples(ArithmeticError):
     Args:
         seeds: seeds of the samples that are not finite.
         step: optimizer steps completed; None if unknown.
-        where: noise level at which the first of them became non-finite.
+        where: noise level at which the first of the samples became non-finite.
+
+    Example:
+        >>> NonFiniteSamples(seeds=[3, 8], step=1000, where="t = 5").seeds
+        [3, 8]
     """
 
     def __init__(self, seeds: Sequence[int], step: int | None, where: str) -> None:
@@ -90,7 +112,12 @@ None is unconditional."""
 
 
 def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
-    """Apply a function of tensors to conditions, or to each part of conditions that are tuples."""
+    """Apply a function of tensors to conditions, or to each part of conditions that are tuples.
+
+    Example:
+        >>> by_part(lambda part: part[:1], (torch.zeros(4, 8), torch.ones(4)))
+        (tensor([[0., 0., 0., 0., 0., 0., 0., 0.]]), tensor([1.]))
+    """
     if conditions[0] is None:
         return None
     if isinstance(conditions[0], Tensor):
@@ -99,7 +126,7 @@ def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
 
 
 def describe_condition(condition: Condition) -> str:
-    """Dtype and shape of each tensor, for messages.
+    """Describe a condition by the dtype and shape of each tensor, for messages.
 
     Example:
         >>> describe_condition((torch.zeros(2, 3), torch.ones(2).bool()))
@@ -124,7 +151,14 @@ Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class Process(Protocol):
-    """A forward process x_t = alpha(t) x0 + sigma(t) noise."""
+    """A forward process x_t = alpha(t) x0 + sigma(t) noise.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> process: Process = LinearFlow()
+        >>> process.alpha_sigma(torch.tensor([0.25]).double())
+        (tensor([0.7500], dtype=torch.float64), tensor([0.2500], dtype=torch.float64))
+    """
 
     @property
     def t_min(self) -> float:
@@ -143,13 +177,13 @@ class Process(Protocol):
         """Number of discrete steps; None for continuous time."""
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Signal and noise scales, float64, of the shape of `t`."""
+        """Signal and noise scales alpha and sigma, float64, with the shape of `t`."""
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The network's input for the noise level, of the shape of `t`."""
+        """The input by which the network gets the noise level, with the shape of `t`."""
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """Time of the uniform `u` in [0, 1], float64."""
+        """Time for a uniform number `u` in [0, 1], float64."""
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
         """Time at which log (alpha / sigma)^2 has the given value, float64."""
@@ -159,30 +193,42 @@ class Process(Protocol):
 
 
 class Network(Protocol):
-    """An nn.Module that predicts from noisy images. jsonargparse needs the annotation nn.Module."""
+    """An nn.Module that predicts from noisy images.
+
+    Arguments of modules are annotated with nn.Module instead, because jsonargparse needs that.
+    """
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Any, /) -> Tensor:
-        """(B, C, H, W), (B,) and the `Condition` -> (B, C, H, W), 2C with a learned variance."""
+        """Compute the network's output.
+
+        Args:
+            x: (B, C, H, W) network input (`Parameterization.network_input`).
+            noise_label: (B,) noise levels (`Process.noise_label`).
+            condition: the `Condition` of the images.
+
+        Returns:
+            (B, C, H, W), or (B, 2C, H, W) if the variance is learned.
+        """
 
 
 class Conditioning(Protocol):
-    """A kind of condition. Learned null embeddings are part of the network, not of this."""
+    """A kind of condition of images. Learned null embeddings are part of the network instead."""
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """The condition with the null condition in the rows where `where` (B,) bool is True."""
+        """Replace the rows in which `where` (B,) bool is True by the null condition."""
 
     def null(self, like: Condition, /) -> Condition:
         """The null condition in every row, with the shapes and on the device of `like`."""
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Default condition of the samples with these seeds, on the CPU."""
+        """Default condition of samples with these seeds, on the CPU."""
 
     def check(self, condition: Condition, num: int, /) -> None:
         """Raise ValueError unless this is a valid condition of `num` samples."""
 
 
 class UniformDraws(Protocol):
-    """Joint distribution of a batch of uniforms u, each of which is marginally uniform."""
+    """Joint distribution of a batch of random numbers, each of which is uniform in [0, 1)."""
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
         """(n,) float64 in [0, 1)."""
@@ -196,7 +242,7 @@ class TimestepDistribution(Protocol):
 
 
 class Parameterization(Protocol):
-    """What the network outputs. `alpha` and `sigma` broadcast against the images."""
+    """Definition of the network's output. `alpha` and `sigma` broadcast against the images."""
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Network input computed from x_t, such as c_in x_t."""
@@ -208,7 +254,7 @@ class Parameterization(Protocol):
         """Estimate of x0 from the output."""
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """|d x0 / d output|, of the shape of `alpha`."""
+        """|d x0 / d output|, with the shape of `alpha`."""
 
 
 class Weighting(Protocol):
@@ -217,10 +263,16 @@ class Weighting(Protocol):
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """(B,) float64 scales -> (B,) float64 factors.
+        """Compute the factor on the squared error of each sample.
 
-        `output_scale` is the parameterization's. `step` is the number of completed optimizer steps,
-        None outside training.
+        Args:
+            alpha: (B,) float64 signal scales.
+            sigma: (B,) float64 noise scales.
+            output_scale: (B,) float64, the `output_scale` of the parameterization.
+            step: number of completed optimizer steps; None outside training.
+
+        Returns:
+            (B,) float64 factors.
         """
 
 
@@ -243,7 +295,7 @@ class Loss(Protocol):
         parameterization: Parameterization,
         /,
     ) -> Tensor:
-        """(B,) weighted squared errors -> (B,) losses, which are minimised."""
+        """Compute the loss of each sample, (B,), from its weighted squared error, (B,)."""
 
 
 class TimeGrid(Protocol):
@@ -265,7 +317,7 @@ class Variance(Protocol):
     ) -> Tensor:
         """Log-variance between log_posterior and log_beta.
 
-        `last` marks the step to the clean image; `frac` is `Denoised.logvar_frac`.
+        `last` is True for the step to the clean image. `frac` is `Denoised.logvar_frac`.
         """
 
 
@@ -281,10 +333,18 @@ class Solver(Protocol):
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0.
+        """Integrate the reverse process.
 
-        `watch` is called once before each step. Its first x_t is the prior sample, plus churn if
-        the solver adds any.
+        Args:
+            denoise: the model, with guidance if there is any.
+            process: the forward process.
+            noise: (B, C, H, W) standard normal.
+            randn_like: source of the noise of stochastic solvers.
+            watch: called once before each step. Its first x_t is the prior sample, to which the
+                solver may have added churn.
+
+        Returns:
+            x0 (B, C, H, W).
         """
 
     def check(self, process: Process, /) -> None:
@@ -292,25 +352,26 @@ class Solver(Protocol):
 
 
 class Guidance(Protocol):
-    """Wraps denoising to steer samples towards their condition."""
+    """A wrapper of a denoise function that steers samples towards their condition."""
 
     def guide(
         self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
     ) -> Denoise:
-        """A guided Denoise for these labels; `null` is the null condition in every row."""
+        """Return a guided denoise function; `null` has the null condition in every row."""
 
 
 class Codec(Protocol):
-    """Maps images to x0 and back.
+    """A map from images to x0 and back.
 
     A stochastic codec, such as a VAE, also has `encode_for_training(images)`, which training steps
-    call instead of `encode`. A codec with weights has their checksum in `sha256`. Checkpoints
-    record it, and a data module of latents must have the same value in `vae_sha256`.
+    call instead of `encode`. A codec with weights has an attribute `sha256`, the checksum of the
+    weights. Checkpoints store the checksum, and the `vae_sha256` of a data module of latents must
+    be equal to it.
     """
 
     @property
     def bounded(self) -> bool:
-        """Whether all x0 lie in [-1, 1], so that solvers may clamp their estimates of it."""
+        """Whether all x0 lie in [-1, 1]. If so, solvers may clamp their estimates of x0."""
 
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
         """Shape (C, H, W) of x0 for images of shape (C, H, W)."""
@@ -329,8 +390,18 @@ class Codec(Protocol):
 class HasTimesteps(Protocol):
     """A module whose distribution over noise levels a callback may change.
 
-    Both attributes are unnormalised (num_bins,) values over u in [0, 1]. None is a uniform density
-    and a weight of 1. A callback requires only the attributes that it sets.
+    A callback requires only the attributes that it sets.
+
+    Attributes:
+        timestep_density: (num_bins,) density over u in [0, 1], not necessarily normalized; None is
+            the uniform density.
+        timestep_weight: (num_bins,) factors on the loss over u in [0, 1]; None is 1.
+
+    Example:
+        >>> class Module(torch.nn.Module):
+        ...     timestep_density = timestep_weight = None
+        >>> isinstance(Module(), HasTimesteps)
+        True
     """
 
     timestep_density: Tensor | None
@@ -339,7 +410,15 @@ class HasTimesteps(Protocol):
 
 @runtime_checkable
 class CanGenerate(Protocol):
-    """A module that turns seeds into images."""
+    """A module that generates an image from each seed.
+
+    Example:
+        >>> class Noise(torch.nn.Module):
+        ...     def generate(self, seeds, labels=None):
+        ...         return torch.randint(256, (len(seeds), 3, 8, 8), dtype=torch.uint8)
+        >>> isinstance(Noise(), CanGenerate)
+        True
+    """
 
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
         """Images uint8 (N, C, H, W); image i depends only on seeds[i] and labels[i]."""
@@ -350,13 +429,14 @@ class DescribesSampling(Protocol):
     """A module that reports its sampling settings, which are stored with every score."""
 
     def sampling_record(self) -> dict[str, Any]:
-        """Solver, steps, guidance, ... as plain builtins."""
+        """Solver, steps, guidance and other settings, as plain builtins."""
 
 
 class HasNoiseLevels(Protocol):
     """A module that computes the loss of images at given noise levels.
 
-    Not runtime-checkable: since Python 3.12, isinstance does not find a codec that is an nn.Module.
+    isinstance does not support this protocol, because since Python 3.12 it would not find a codec
+    that is an nn.Module.
     """
 
     @property
@@ -374,12 +454,18 @@ class HasNoiseLevels(Protocol):
     def per_sample_loss(
         self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:
-        """(B,) losses, which depend only on the arguments and the weights."""
+        """Compute (B,) losses, which depend only on the arguments and the weights."""
 
 
 @runtime_checkable
 class WeightsProvider(Protocol):
-    """Provides alternative weights for a module, as the EMA callback does."""
+    """A callback that provides alternative weights for a module, such as EMA.
+
+    Example:
+        >>> from lit_diffusion.callbacks import EMA
+        >>> isinstance(EMA(), WeightsProvider)
+        True
+    """
 
     def names(self) -> list[str]:
         """Names that `weights` accepts."""

@@ -19,11 +19,11 @@ _INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def fold(*key: int | str) -> int:
-    """A 63-bit seed from a key.
+    """Hash a key to a 63-bit seed.
 
-    Different keys give unrelated seeds. A CPU generator uses only the low 32 bits, in which about
-    n^2 / 2^33 pairs of n keys collide. This is harmless for the noise of training steps. Samples
-    must not collide, so `PerSampleNoise` does not use this hash for their seeds.
+    Different keys give unrelated seeds. A CPU generator uses only the low 32 bits of a seed. Of n
+    keys, about n^2 / 2^33 pairs have the same low 32 bits. This is harmless for the noise of
+    training steps. Samples must all differ, so `PerSampleNoise` uses another function.
 
     Example:
         >>> fold("step", 0, 1) == fold("step", 0, 1), fold("step", 0, 1) == fold("step", 1, 0)
@@ -38,15 +38,36 @@ RUN_SEED = "PL_GLOBAL_SEED"
 
 
 def run_seed() -> int | None:
-    """The seed given to Lightning's `seed_everything`; None if that was not called."""
+    """The seed that was passed to Lightning's `seed_everything`; None if it was not called.
+
+    Example:
+        >>> from lightning.pytorch import seed_everything
+        >>> seed_everything(7, verbose=False), run_seed()
+        (7, 7)
+        >>> del os.environ[RUN_SEED]
+    """
     seed = os.environ.get(RUN_SEED)
     return None if seed is None else int(seed)
 
 
 def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> int:
-    """Seed torch's global generators (CPU and GPUs) for a batch, after `step` optimizer steps.
+    """Seed torch's global generators, on the CPU and on GPUs, for one training batch.
 
-    Returns the key, for other generators.
+    Args:
+        seed: seed of the run.
+        rank: rank of the process.
+        step: optimizer steps completed.
+        micro_batch: index of the batch among those accumulated for one step.
+
+    Returns:
+        The seed that was set. It can be used for other generators.
+
+    Example:
+        >>> key, first = seed_step(seed=0, rank=0, step=100, micro_batch=0), torch.rand(1)
+        >>> key == seed_step(seed=0, rank=0, step=100, micro_batch=0)
+        True
+        >>> torch.equal(torch.rand(1), first)
+        True
     """
     key = fold("step", seed, rank, step, micro_batch)
     torch.default_generator.manual_seed(key)
@@ -63,17 +84,17 @@ def _has_accelerator() -> bool:
 class PerSampleNoise:
     """Standard normal noise with one CPU generator per sample.
 
-    Within a stream, different seeds below 2^32 give different noise. Row i of a draw depends only
-    on `seeds[i]` and the number of earlier draws, not on other rows. Numbers are drawn on the CPU
-    in float32 and then moved, so a GPU gets the same noise.
+    Row i of a draw depends only on `seeds[i]` and the number of earlier draws, not on other rows.
+    Different seeds below 2^32 give different noise within a stream. Numbers are drawn on the CPU in
+    float32 and then moved to the device, so all devices get the same noise.
 
     Args:
         seeds: one integer per sample.
-        stream: name that separates different uses of one seed.
+        stream: name of the use of the noise. Different streams give different noise for a seed.
 
     Attributes:
-        generators: one per sample. A diffusers pipeline that gets them draws the same noise as
-            `generate` for these seeds.
+        generators: one generator per sample. If you pass them to a diffusers pipeline, it draws the
+            same noise as `generate` does for these seeds.
 
     Example:
         >>> PerSampleNoise([3, 5]).draw((2, 2)).shape
@@ -88,7 +109,7 @@ class PerSampleNoise:
         ]
 
     def draw(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        """(N, *shape) float32 on the device, which may still be busy while the next is drawn."""
+        """Draw (N, *shape) float32 and copy it to the device, without waiting for a GPU."""
         is_cuda = torch.device(device).type == "cuda"
         size = (len(self.generators), *shape)
         out = torch.empty(size, dtype=torch.float32, pin_memory=is_cuda)
@@ -110,16 +131,31 @@ def _scramble(seed: int, offset: int) -> int:
 
 
 def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
-    """Default classes of samples with these seeds: seed mod num_classes."""
+    """Default classes of samples with these seeds: seed mod num_classes.
+
+    Example:
+        >>> classes_of([0, 1, 12], num_classes=10)
+        [0, 1, 2]
+    """
     if seeds[10**8 :]:  # the len() of a range may overflow
         raise ValueError("num_samples, num or num_predict must be at most 100,000,000.")
     return [seed % num_classes for seed in seeds]
 
 
 def index_uniforms(index: Tensor) -> Tensor:
-    """(B,) int64 sample indices -> (B,) float64 fixed u in [0, 1), even over consecutive indices.
+    """Compute a fixed u in [0, 1) for each sample index, so that consecutive indices spread evenly.
 
-    The additive recurrence frac(1/2 + index / golden ratio) has the lowest discrepancy of its kind,
-    so a validation set of any size covers all noise levels evenly.
+    u is frac(1/2 + index / golden ratio), the additive recurrence with the lowest discrepancy. With
+    it a validation set of any size covers all noise levels evenly.
+
+    Args:
+        index: (B,) int64 indices of samples.
+
+    Returns:
+        (B,) float64.
+
+    Example:
+        >>> index_uniforms(torch.arange(3)).round(decimals=3).tolist()
+        [0.5, 0.118, 0.736]
     """
     return (0.5 + index.double() * _INVERSE_GOLDEN_RATIO) % 1.0

@@ -1,7 +1,7 @@
-"""Signals that a batch system or a terminal sends: recorded, and acted on at a safe point.
+"""Record signals of a batch system or a terminal, so that a run can react at a safe point.
 
-A batch system signals all processes of a job. Handlers only record the signal: one that saved a
-checkpoint could interrupt an update, or a collective that other ranks have not entered.
+A batch system signals all processes of a job. Handlers only record the signal. A handler that saved
+a checkpoint could interrupt an update, or a collective that other ranks have not entered.
 """
 
 import atexit
@@ -30,14 +30,16 @@ _recorder: "SignalRecorder | None" = None  # the active one
 
 
 class SignalRecorder:
-    """Records signals between `start` and `stop`; they do not end the process.
+    """Records signals between `start` and `stop`, during which they do not end the process.
 
-    `start` inherits the signal that an outer recorder has received. Signals that were ignored
-    before (nohup) stay ignored. A second Ctrl-C raises KeyboardInterrupt.
+    A recorder that starts inside another one takes over a signal that the outer one has received.
+    Signals that were ignored before, as under nohup, stay ignored. A second Ctrl-C raises
+    KeyboardInterrupt.
 
-    Processes forked while recording, such as DataLoader workers, block these signals. Only their
-    parent ends them, so a signal to the whole job does not kill the run through its workers.
-    Workers that are spawned (see `multiprocessing_context` of DataLoader) are not protected.
+    Processes that are forked while signals are recorded, such as DataLoader workers, block these
+    signals. Only their parent ends them, so a signal to the whole job does not kill the workers and
+    thereby the run. Workers that are spawned (see `multiprocessing_context` of DataLoader) are not
+    protected.
 
     Args:
         signals: signals to record.
@@ -45,6 +47,14 @@ class SignalRecorder:
     Attributes:
         received: the first signal received; None before that.
         ctrl_c_message: text to print to stderr at the first Ctrl-C.
+
+    Example:
+        >>> recorder = SignalRecorder([signal.SIGUSR1])
+        >>> recorder.start()
+        >>> os.kill(os.getpid(), signal.SIGUSR1)
+        >>> recorder.received
+        <Signals.SIGUSR1: 10>
+        >>> recorder.stop()
     """
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
@@ -59,13 +69,13 @@ class SignalRecorder:
         """Start recording.
 
         Raises:
-            ValueError: outside the main thread, where Python handles no signals.
+            ValueError: outside the main thread, because Python handles signals only there.
         """
         global _recorder
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "signals can only be handled where the Trainer runs in the main thread; call fit "
-                "there, or leave SaveOnSignal out."
+                "signals can only be handled if the Trainer runs in the main thread; call fit "
+                "there, or remove SaveOnSignal."
             )
         if self._previous_handlers:
             self.stop()
@@ -86,7 +96,7 @@ class SignalRecorder:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def ignore(self) -> None:
-        """Ignore further signals, in a process that is about to end."""
+        """Ignore further signals in a process that is about to end."""
         global _recorder
         _recorder = None
         for number in self._previous_handlers:
@@ -107,10 +117,10 @@ class SignalRecorder:
 
 @contextmanager
 def record_signals() -> Iterator[None]:
-    """Context that records SIGTERM and SIGUSR1; a fit that starts inside it inherits the signal.
+    """Context that records SIGTERM and SIGUSR1 until a fit that starts inside it takes them over.
 
-    If the context ends with the exit code of a run that saved on a signal, further signals have no
-    effect, so that none of them changes the exit code.
+    If a run inside saves on a signal and exits, further signals have no effect, so that they cannot
+    change the exit code.
     """
     global _recorder
     recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
@@ -129,7 +139,7 @@ def record_signals() -> Iterator[None]:
 
 
 def redeliver_signal() -> None:
-    """Stop recording and resend a recorded signal, in a process that will save nothing."""
+    """Stop recording and send a recorded signal again; for processes that will save nothing."""
     recorder = _recorder
     if recorder is not None:
         recorder.stop()
@@ -138,7 +148,7 @@ def redeliver_signal() -> None:
 
 
 class InterruptedBySignal(KeyboardInterrupt):
-    """Raised when a `signal` other than SIGINT interrupts the process."""
+    """Raised when a signal other than SIGINT interrupts the process."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -169,7 +179,12 @@ def raise_on_signals() -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Context that holds back Ctrl-C, SIGTERM and SIGHUP, and delivers them when it exits."""
+    """Context that holds back Ctrl-C, SIGTERM and SIGHUP, and delivers them at its end.
+
+    Example:
+        >>> with defer_signals():
+        ...     text = "written in full, even if Ctrl-C is pressed"
+    """
     deferred: list[int] = []
     try:
         signals = (signal.SIGTERM, *TERMINAL_SIGNALS)
@@ -182,7 +197,7 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def _handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
-    """Context that handles those signals that are not ignored; no-op outside the main thread."""
+    """Context that handles signals, except ignored ones; no-op outside the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     handled = [n for n in numbers if is_main and signal.getsignal(n) not in (None, signal.SIG_IGN)]
     previous = {number: signal.signal(number, handler) for number in handled}
@@ -194,7 +209,7 @@ def _handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> Iterator
 
 
 def print_error(text: str) -> None:
-    """Print to stderr; do nothing if its terminal has closed."""
+    """Print to stderr; do nothing if its terminal has been closed."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 

@@ -1,9 +1,9 @@
-"""Training times: uniforms -> u in [0, 1) -> times of the process.
+"""Training times: random numbers u in [0, 1), mapped to times of the process.
 
-u in [0, 1) is a noise level, larger is noisier. Training draws u from a piecewise constant density,
-uniform by default, and a `TimestepDistribution` maps u to a time of the process. Curricula and
-resamplers only set this density (`draw_uniforms`). `Stratified`, `Antithetic` and `Independent` are
-joint distributions of the uniforms of a batch.
+u is a noise level; larger is noisier. `draw_uniforms` draws u from a piecewise constant density,
+which is uniform by default. Curricula and resamplers set this density. A `TimestepDistribution`,
+such as `LogNormal`, maps u to a time of the process. `Stratified`, `Antithetic` and `Independent`
+are joint distributions of the random numbers of a batch.
 """
 
 import math
@@ -25,14 +25,19 @@ def draw_uniforms(
     generator: torch.Generator | None = None,
     device: Device = None,
 ) -> Tensor:
-    """n values u in [0, 1), float64, each with marginal density `density`.
+    """Draw n values u in [0, 1), each with the marginal density `density`.
 
     Args:
         n: number of values.
-        density: (num_bins,) unnormalised weights of equal bins over [0, 1]; None is uniform.
-        uniforms: joint distribution of the n uniforms; None is Stratified().
+        density: (num_bins,) weights of equal bins over [0, 1], not necessarily normalized; None is
+            uniform.
+        uniforms: joint distribution of the n values before they are mapped to the density; None is
+            Stratified().
         generator: source of randomness; None is torch's global generator.
         device: device of the result.
+
+    Returns:
+        (n,) float64.
 
     Example:
         >>> u = draw_uniforms(4)
@@ -44,7 +49,12 @@ def draw_uniforms(
 
 
 def bin_of(u: Tensor, num_bins: int) -> Tensor:
-    """(B,) uniforms -> (B,) int64 indices of equal bins over [0, 1]."""
+    """Index of the bin of each u, (B,) int64, among equal bins over [0, 1].
+
+    Example:
+        >>> bin_of(torch.tensor([0.0, 0.49, 0.5, 0.99]), num_bins=2)
+        tensor([0, 0, 1, 1])
+    """
     return (u * num_bins).long().clamp(0, num_bins - 1)
 
 
@@ -55,19 +65,23 @@ def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
         cdf = weights.expand(len(weights), -1).tril().sum(1)  # as cumsum raises an error there
     else:
         cdf = weights.cumsum(0)
-    cdf = cdf / cdf[-1]  # ends at exactly 1, so that no u falls into empty bins at the end
+    cdf = cdf / cdf[-1]  # ends at exactly 1, so that no u is in empty bins at the end
     index = torch.searchsorted(cdf, u, right=True)
     mass = cdf.diff(prepend=cdf.new_zeros(1))[index]
-    # Below 1 even after rounding, as the next bin may be empty.
+    # Must be below 1 even after rounding, because the next bin may be empty.
     fraction = ((u - (cdf[index] - mass)) / mass).clamp(0, 1 - 2**-32)
     return (index + fraction) / len(cdf)
 
 
 @dataclass(frozen=True)
 class Independent:
-    """Independent uniforms.
+    """Independent uniform random numbers.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1.
+
+    Example:
+        >>> Independent().uniforms(4, None, None).shape
+        torch.Size([4])
     """
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
@@ -77,11 +91,16 @@ class Independent:
 
 @dataclass(frozen=True)
 class Stratified:
-    """One uniform from each of n equal strata of [0, 1), in random order.
+    """One uniform random number from each of n equal strata of [0, 1), in random order.
 
     This lowers the variance of the loss.
 
     Source: Kingma et al. 2021 (VDM), appendix I.1, but with an independent offset in each stratum.
+
+    Example:
+        >>> u = Stratified().uniforms(4, None, None)
+        >>> (4 * u.sort().values).long().tolist()
+        [0, 1, 2, 3]
     """
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
@@ -93,12 +112,12 @@ class Stratified:
 
 @dataclass(frozen=True)
 class Antithetic:
-    """Pairs u and 1 - u.
+    """Pairs of u and 1 - u: the second half of the batch mirrors the first.
 
-    The second half of the batch mirrors the first. For odd n the last value of the first half has
-    no partner.
+    For odd n the last value of the first half has no partner.
 
-    Source: Song et al. 2021 (DDIM), the authors' code. What VDM calls antithetic is `Stratified`.
+    Source: Song et al. 2021 (DDIM), the authors' code. VDM uses the name antithetic for
+    `Stratified`.
 
     Example:
         >>> u = Antithetic().uniforms(5, None, None)
@@ -114,9 +133,14 @@ class Antithetic:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform in u: uniform times, except on `EDMProcess`, where ln(sigma) is uniform.
+    """Times that are uniform in u: uniform times, except on `EDMProcess` (uniform ln(sigma)).
 
     Source: Ho et al. 2020 (DDPM), algorithm 1.
+
+    Example:
+        >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
+        >>> Uniform().quantile(torch.tensor([0.0, 0.5]), DiscreteVP(LinearBetas(1000))).tolist()
+        [0.0, 500.0]
     """
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
@@ -126,19 +150,27 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """ln(sigma / alpha) is normal, which concentrates training on intermediate noise levels.
+    """Times at which ln(sigma / alpha) is normal, to train intermediate noise levels most.
 
-    Levels outside the range of the process are clamped (a fraction of 2e-5 for EDM). In a discrete
-    process, times are rounded to the nearest step.
+    Levels outside the range of the process are clamped. For EDM these are a fraction of 2e-5. In a
+    discrete process, times are rounded to the nearest step.
 
     Args:
-        mean: of ln(sigma / alpha). EDM: -1.2; EDM2: -0.4 for latents, -0.8 for 64x64 pixels.
-        std: of ln(sigma / alpha). EDM: 1.2; EDM2: 1.0 and 1.6.
+        mean: mean of ln(sigma / alpha). EDM uses -1.2. EDM2 uses -0.4 for latents and -0.8 for
+            64x64 pixels.
+        std: standard deviation of ln(sigma / alpha). EDM uses 1.2. EDM2 uses 1.0 for latents and
+            1.6 for 64x64 pixels.
 
     Raises:
         ValueError: unless both are finite and std > 0.
 
     Source: Karras et al. 2022 (EDM), table 1 and section 5.
+
+    Example:
+        >>> from lit_diffusion.processes import EDMProcess
+        >>> median = LogNormal().quantile(torch.tensor([0.5], dtype=torch.float64), EDMProcess())
+        >>> round(median.log().item(), 6)
+        -1.2
     """
 
     mean: float = -1.2
@@ -159,15 +191,21 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class LogitNormal(LogNormal):
-    """logit(t) is normal on `LinearFlow`: SD3's name and defaults for `LogNormal`.
+    """Times at which logit(t) is normal on `LinearFlow`: `LogNormal` with the defaults of SD3.
 
-    logit(t) = ln(sigma / alpha) there.
+    On `LinearFlow`, logit(t) equals ln(sigma / alpha).
 
     Args:
-        mean: of logit(t); above 0 trains the noisy half more. SD3's best values are mean 0, std 1.
-        std: of logit(t).
+        mean: mean of logit(t). Above 0, the noisy half of the levels is trained more. SD3's best
+            values are mean 0 and std 1.
+        std: standard deviation of logit(t).
 
     Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 19.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> LogitNormal().quantile(torch.tensor([0.5], dtype=torch.float64), LinearFlow()).item()
+        0.5
     """
 
     mean: float = 0.0
@@ -178,17 +216,24 @@ class LogitNormal(LogNormal):
 class Shifted:
     """Times of another distribution, with each noise level sigma / alpha multiplied by `shift`.
 
-    On `LinearFlow` t becomes shift t / (1 + (shift - 1) t). Larger images need more noise.
+    On `LinearFlow`, t becomes shift t / (1 + (shift - 1) t). Larger images need more noise.
 
     Args:
         base: the times to shift.
-        shift: above 1 is noisier. SD3's rule sqrt(m / n), from n to m pixels, gives 4 from 256^2 to
-            1024^2; its authors preferred 3.
+        shift: factor on the noise levels, > 0. Above 1, the times are noisier. SD3's rule for a
+            change from n to m pixels is sqrt(m / n), which is 4 from 256^2 to 1024^2 pixels. The
+            authors of SD3 preferred 3.
 
     Raises:
-        ValueError: unless shift > 0.
+        ValueError: if shift <= 0.
 
     Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 23.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> u = torch.tensor([0.5], dtype=torch.float64)
+        >>> round(Shifted(Uniform(), shift=3.0).quantile(u, LinearFlow()).item(), 3)
+        0.75
     """
 
     base: TimestepDistribution
@@ -204,13 +249,31 @@ class Shifted:
 
 
 def check_shift(shift: float) -> None:
-    """Raise ValueError unless a factor on noise levels is positive and finite."""
+    """Raise ValueError unless a factor on noise levels is positive and finite.
+
+    Example:
+        >>> check_shift(3.0)
+    """
     if not 0 < shift < math.inf:
         raise ValueError(f"shift must be > 0, got {shift}; 1 leaves the times as they are.")
 
 
 def shift_times(t: Tensor, shift: float, process: Process) -> Tensor:
-    """Times (N,) float64 -> times with `shift` times the sigma / alpha, clamped to the process."""
+    """Compute the times at which sigma / alpha is multiplied by `shift`.
+
+    Args:
+        t: (N,) float64 times.
+        shift: factor on the noise levels.
+        process: the process of the times, to whose range the result is clamped.
+
+    Returns:
+        (N,) float64 times.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> shift_times(torch.tensor([0.5]).double(), 3.0, LinearFlow()).round(decimals=3).item()
+        0.75
+    """
     alpha, sigma = process.alpha_sigma(t)
     shifted = process.at_log_snr(2 * (alpha / sigma / shift).log())
     return shifted.clamp(process.t_min, process.t_max)

@@ -122,7 +122,7 @@ IDS = r"ids \(2, 3\) int64 in -1\.\.2, got "
         (WORDS, torch.full((2, 3), 3), rf"{IDS}torch.int64 \(2, 3\) with 3"),
         (WORDS, torch.full((2, 3), -2), rf"{IDS}torch.int64 \(2, 3\) with -2"),
         (WORDS, (torch.zeros(2, 3).long(),), rf"{IDS}\(torch.int64 \(2, 3\)\)"),
-        (WORDS, "thin seven", f"{IDS}str; `encode` makes them of a text"),
+        (WORDS, "thin seven", f"{IDS}str; use `encode` to convert"),
         (EMBEDDINGS, VALUES, rf"{PAIR}torch.float32 \(2, 4, 5\)"),
         (EMBEDDINGS, (VALUES[:, :3], THERE[:, :3]), rf"{PAIR}\(2, 3, 5\), torch.bool \(2, 3\)"),
         (EMBEDDINGS, (VALUES,), rf"{PAIR}\(torch.float32 \(2, 4, 5\)\)"),

@@ -103,5 +103,7 @@ def test_factors_do_not_depend_on_the_unit_of_time():
 
 
 def test_an_average_later_than_all_snapshots_is_refused():
-    with pytest.raises(ValueError, match=r"at step 400 needs a snapshot from then on, got \[300\]"):
+    with pytest.raises(
+        ValueError, match=r"at step 400 needs a snapshot at or after this step, got \[300\]"
+    ):
         coefficients([300], [7.0], 400, 7.0)

@@ -195,7 +195,7 @@ def test_autoguidance_extrapolates_from_the_weaker_model():
     assert torch.equal(alone.x0, strong.x0)
 
 
-LABELLESS = "needs labels, and what stands for none of them"
+LABELLESS = "needs labels and the null condition"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_resumed_schedule_continues_and_follows_a_new_length():
 
 def test_a_run_that_ends_within_its_warm_up_is_said_and_ends():
     schedule = WarmupCosine(optimizer(), warmup_steps=4)
-    with pytest.warns(UserWarning, match="a warm-up of 4 steps is all of this run of 4"):
+    with pytest.warns(UserWarning, match="a warm-up of 4 steps does not end in this run of 4"):
         schedule.set_total_steps(4)
     assert trace(schedule, 6) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.0, 0.0])
 

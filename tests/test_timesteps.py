@@ -70,7 +70,7 @@ def test_strides_exist_for_just_the_numbers_that_the_reference_accepts():
         if accepted:
             assert len(Stride().grid(process, steps)) == steps + 1
         else:
-            with pytest.raises(ValueError, match="no whole stride"):
+            with pytest.raises(ValueError, match="no integer stride"):
                 Stride().grid(process, steps)
     assert Stride().grid(DiscreteVP(CosineBetas(9)), 9).tolist() == [*range(8, -1, -1), -1]
 

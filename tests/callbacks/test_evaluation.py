@@ -81,7 +81,7 @@ def test_modes_are_as_before_and_outputs_may_be_trained_on(tmp_path):
 def test_averages_that_lightning_puts_in_place_by_itself_are_refused_by_name(kind):
     ours, theirs = SampleGrid(2), kind.callbacks.EMAWeightAveraging()
     run = kind.Trainer(callbacks=[ours, theirs], accelerator="cpu", logger=False)
-    message = r"SampleGrid cannot know .* beside EMAWeightAveraging.*callbacks.EMA"
+    message = r"SampleGrid cannot know .* EMAWeightAveraging.*callbacks.EMA"
     with pytest.raises(ValueError, match=message):
         ours.setup(run, PlainModule(), "fit")
 

@@ -154,7 +154,7 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
     trainer.fit(ForeignTimes(), loader())
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     other = make_trainer(tmp_path, LossSecondMomentResampler(4, history=10), max_epochs=2)
-    with pytest.raises(ValueError, match=r"4 bins with 3 losses each, .*history=10\); use its num"):
+    with pytest.raises(ValueError, match=r"4 bins with 3 losses each, .*history=10\); use the num"):
         other.fit(ForeignTimes(), loader(), ckpt_path=tmp_path / "c.ckpt")
 
 
@@ -175,10 +175,10 @@ def test_full_bins_and_the_distance_from_uniform_are_logged(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda out: {"loss": out["loss"]}, r"shape \{'loss': \(\)\}; add them"),
+        (lambda out: {"loss": out["loss"]}, r"shapes \{'loss': \(\)\}; add what is missing"),
         (lambda out: {**out, "u": out["u"][:, None]}, r"'u': \(8, 1\)"),
         (lambda out: {**out, "u": 1000 * out["u"]}, r"return u in \[0, 1\], got .*; divide"),
-        (lambda out: None, r"returned tensors of shape \{\}"),
+        (lambda out: None, r"returned tensors with the shapes \{\}"),
     ],
 )
 def test_a_module_that_does_not_tell_its_losses_is_refused_at_the_first_step(

@@ -318,7 +318,9 @@ def test_schedules_that_cycle_the_momentum_are_refused_and_the_control_takes_the
 @pytest.mark.parametrize(("make", "options"), [(Recorded, {"max_epochs": -1}), (TwoRecorded, {})])
 def test_an_unknown_length_is_refused(tmp_path, make, options):
     module = make()
-    with pytest.raises(ValueError, match=r"cannot compute the number of .* steps .*; pass a number"):
+    with pytest.raises(
+        ValueError, match=r"cannot compute the number of .* steps .*; pass a number"
+    ):
         fit(tmp_path, module, MomentumDecay(), **options)
     assert module.visible == []
 
@@ -343,9 +345,9 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("total", "epochs", "used", "warning"),
     [
-        (20, 12, 20, "has 8, this run 20, using 20"),
-        (None, 12, 8, r"has 8, this run 12, using 8\. Pass total_steps"),
-        (None, -1, 8, "has 8, this run None, using 8"),
+        (20, 12, 20, "is 8 in the checkpoint and 20 in this run; using 20"),
+        (None, 12, 8, r"is 8 in the checkpoint and 12 in this run; using 8\. Pass total_steps"),
+        (None, -1, 8, "is 8 in the checkpoint and None in this run; using 8"),
     ],
 )
 def test_on_resume_an_explicit_total_wins_and_none_keeps_that_of_the_checkpoint(

@@ -132,7 +132,7 @@ def test_a_width_that_would_begin_in_the_middle_is_refused(tmp_path):
     trainer = fit(tmp_path, PlainModule(), PowerEMA(), max_steps=2)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
     rest = {"max_steps": 4, "ckpt_path": tmp_path / "two.ckpt"}
-    with pytest.raises(ValueError, match=r"one of 0\.07 would lack the steps before; keep the"):
+    with pytest.raises(ValueError, match=r"width 0\.07 would lack the steps before; keep the"):
         fit(tmp_path, PlainModule(), PowerEMA((0.05, 0.07)), **rest)
     fit(tmp_path, PlainModule(), PowerEMA((0.1,)), **rest)
 

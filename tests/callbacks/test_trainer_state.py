@@ -132,7 +132,7 @@ def test_gradients_of_split_weights_are_not_compared(tmp_path, one_rank):
     module = tiny_diffusion()
     module.__class__ = Split
     trainer = make_trainer(tmp_path, callbacks.GradientDiagnostics(1, 2, 4), max_steps=1)
-    with pytest.raises(ValueError, match=r"GradientDiagnostics compares whole .*'network"):
+    with pytest.raises(ValueError, match=r"GradientDiagnostics needs whole .*'network"):
         trainer.fit(module, images(8, 4))
 
 
@@ -287,7 +287,7 @@ def test_two_writers_of_an_attribute_are_refused_at_fit_start_and_others_go_toge
 def test_an_attribute_that_the_user_has_set_is_refused_and_left_as_it_is(tmp_path):
     module, density = ForeignTimes(), torch.ones(7)
     module.timestep_density = density
-    with pytest.raises(ValueError, match=r"something else has set it to a tensor of shape \(7,\)"):
+    with pytest.raises(ValueError, match=r"other code has set it to a tensor of shape \(7,\)"):
         make_trainer(tmp_path, callbacks.TimestepCurriculum(6)).fit(module, loader())
     assert module.timestep_density is density
     make_trainer(tmp_path, callbacks.CurriculumWeight(6)).fit(module, loader())
