@@ -148,5 +148,5 @@ def test_deferred_signals_are_delivered_at_the_end(number):
 
 
 def test_a_thread_is_refused():
-    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="leave SaveOnSignal out"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="remove SaveOnSignal"):
         pool.submit(SignalRecorder([signal.SIGTERM]).start).result()

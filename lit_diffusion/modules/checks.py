@@ -26,7 +26,13 @@ from lit_diffusion.solvers.steps import solver_times
 
 
 def check_channels(network: nn.Module, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the network, where it has `in_channels`, is not for these images."""
+    """Raise ValueError if the network's `in_channels`, if any, differ from the images' channels.
+
+    Example:
+        >>> from lit_diffusion.networks.dit import DiT
+        >>> network = DiT(8, in_channels=1, out_channels=1, depth=1, width=32, num_heads=2)
+        >>> check_channels(network, (1, 8, 8))
+    """
     in_channels = getattr(network, "in_channels", image_shape[0])
     if in_channels != image_shape[0]:
         raise ValueError(
@@ -53,8 +59,8 @@ def check_conditioning(
         )
     if needs_dropout and label_dropout == 0:
         warnings.warn(
-            f"{guidance} compares with the prediction without labels, which label_dropout=0 "
-            "never trains.",
+            f"{guidance} uses the prediction without labels, which is never trained with "
+            "label_dropout=0.",
             stacklevel=4,
         )
     if num_classes not in (None, getattr(conditioning, "num_classes", None)):
@@ -63,7 +69,7 @@ def check_conditioning(
         )
     for name in ("num_classes", "num_words"):
         in_network = getattr(network, name, None)
-        unknown = in_network if name == "num_words" else None  # conditionings need not have it
+        unknown = in_network if name == "num_words" else None  # a conditioning may lack it
         in_module = getattr(conditioning, name, unknown)
         if in_network is not None and in_network != in_module:
             raise ValueError(
@@ -79,14 +85,14 @@ def check_objective(
     solver: Solver,
     guidance: Guidance | None,
 ) -> None:
-    """Raise ValueError if the network could not be trained or sampled from with these parts."""
+    """Raise ValueError if these parts do not allow training or sampling."""
     ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
     output_scale = parameterization.output_scale(alpha, sigma)
     network_input = parameterization.network_input(torch.ones_like(alpha), alpha, sigma)
     if not (output_scale * network_input).isfinite().all():
         raise ValueError(
-            f"{parameterization} divides by alpha and can't recover x0 from pure noise, where "
+            f"{parameterization} divides by alpha and can't recover x0 from pure noise, at which "
             f"{process} ends (SNR = 0); use Velocity or Sample."
         )
     if loss.output_factor == 2 and process.num_steps is None:
@@ -102,13 +108,20 @@ def check_objective(
     if not ((weight >= 0).all() and weight.any()):
         raise ValueError(
             f"the weight must be >= 0, and more than 0 at one end, got {weight.tolist()} at the "
-            f"ends of {process} from {loss.weighting}; change its numbers."
+            f"ends of {process} from {loss.weighting}; change the numbers of the weighting."
         )
     check_sampling(process, loss, solver, guidance)
 
 
 def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guidance | None) -> None:
-    """Raise ValueError if solver, process, guidance and loss can't be used together."""
+    """Raise ValueError if solver, process, guidance and loss can't be used together.
+
+    Example:
+        >>> from lit_diffusion.losses import DenoisingLoss, Simple
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> from lit_diffusion.solvers import Euler
+        >>> check_sampling(LinearFlow(), DenoisingLoss(Simple()), Euler(steps=20), None)
+    """
     try:
         solver.check(process)
     except ValueError as error:
@@ -118,7 +131,7 @@ def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guida
     if isinstance(guidance, ClassifierScore) and not _keeps_signal(process, solver):
         raise ValueError(
             f"{guidance} needs signal in x_t, but {solver} begins without any on {process} "
-            "(SNR = 0); give it the times LogSNR(noisiest=-10)."
+            "(SNR = 0); pass times=LogSNR(noisiest=-10) to the solver."
         )
     if getattr(getattr(solver, "variance", None), "learned", False) and loss.output_factor != 2:
         raise ValueError(
@@ -142,12 +155,18 @@ def _keeps_signal(process: Process, solver: Solver) -> bool:
 
 
 def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
-    """Raise ValueError if x0 would be clamped to [-1, 1] but the codec's x0 is unbounded."""
+    """Raise ValueError if x0 would be clamped to [-1, 1], but the codec's x0 is unbounded.
+
+    Example:
+        >>> from lit_diffusion.codecs import PixelCodec
+        >>> from lit_diffusion.solvers import DDIM
+        >>> check_clipping(PixelCodec(), DDIM(clip=True))
+    """
     for clipper in clipping:
         if getattr(clipper, "clip", False) and not codec.bounded:
             raise ValueError(
-                f"{clipper} clamps x0 to [-1, 1], and that of {type(codec).__name__} goes beyond; "
-                "use clip=False."
+                f"{clipper} clamps x0 to [-1, 1], but the x0 of {type(codec).__name__} goes "
+                "beyond; use clip=False."
             )
 
 
@@ -157,16 +176,17 @@ def check_data(
     """Raise ValueError if the data module has another shape, VAE or number of classes.
 
     Args:
-        data: a data module; an attribute that it lacks is not checked.
+        data: a data module. Attributes that it lacks are not checked.
         codec: codec of the module.
         image_shape: (C, H, W) of x0 in the module.
-        num_classes: number of classes of the module; None is not checked, as labels are unused.
+        num_classes: number of classes of the module. None is not checked, because the module does
+            not use labels.
     """
     if (vae_sha256 := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
         raise ValueError(
             f"the latents of {type(data).__name__} are of a VAE with SHA-256 {vae_sha256}, but the "
             f"codec is {codec!r} with {_sha256(codec)}; give the module the VAECodec that encoded "
-            "them."
+            "the latents."
         )
     shape = getattr(data, "image_shape", None)
     encoded = image_shape if shape is None else codec.encoded_shape(shape)
@@ -183,7 +203,13 @@ def check_data(
 
 
 def codec_record(codec: Codec) -> dict[str, Any]:
-    """Entry of a codec in checkpoints; empty for a codec without weights."""
+    """Record of a codec for checkpoints, with the checksum of its weights; {} without weights.
+
+    Example:
+        >>> from lit_diffusion.codecs import PixelCodec
+        >>> codec_record(PixelCodec())
+        {}
+    """
     sha256, folder = _sha256(codec), getattr(codec, "folder", None)
     return {} if sha256 is None else {"codec": {"name": Path(folder or "").name, "sha256": sha256}}
 
@@ -194,8 +220,8 @@ def check_codec(codec: Codec, checkpoint: Mapping[str, Any]) -> None:
     if isinstance(saved, Mapping) and (theirs := saved.get("sha256")) != _sha256(codec):
         raise ValueError(
             f"the checkpoint is of latents of the VAE {saved.get('name')} with SHA-256 {theirs}, "
-            f"but the codec is {codec!r} with {_sha256(codec)}; put the checkpoint's VAE in its "
-            "folder."
+            f"but the codec is {codec!r} with {_sha256(codec)}; put the checkpoint's VAE into the "
+            "codec's folder."
         )
 
 
@@ -204,7 +230,11 @@ def _sha256(codec: Codec) -> str | None:
 
 
 def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if encoded images (B, C, H, W) are not of the module's `image_shape`."""
+    """Raise ValueError if encoded images (B, C, H, W) do not have the module's `image_shape`.
+
+    Example:
+        >>> check_shape(torch.zeros(4, 3, 8, 8), image_shape=(3, 8, 8))
+    """
     if x0.shape[1:] != image_shape:
         raise ValueError(
             f"image_shape is {image_shape}, but the data are {tuple(x0.shape[1:])}; change one of "
@@ -213,14 +243,23 @@ def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
 
 
 def check_batch(batch: object, takes_condition: bool) -> None:
-    """Raise ValueError unless a batch is (images, labels, index), or if its condition is unused."""
+    """Raise ValueError unless a batch is (images, labels, index), and its condition is used.
+
+    Args:
+        batch: a batch of the data.
+        takes_condition: whether the module takes a condition. If not, labels must be -1.
+
+    Example:
+        >>> images, index = torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2)
+        >>> check_batch((images, torch.tensor([3, 7]), index), takes_condition=True)
+    """
     if not (isinstance(batch, tuple | list) and len(batch) == 3):
         is_whole = isinstance(batch, Mapping | Tensor)
         parts = [batch] if is_whole or not isinstance(batch, Sequence) else batch
         raise ValueError(
             "batches must be (images uint8 (B, C, H, W), labels (B,) or another condition, index "
             f"(B,) of each image in its data set), got ({', '.join(map(_describe, parts))}); write "
-            "a data set or collate_fn that gives these."
+            "a data set or collate_fn that returns such batches."
         )
     _, labels, index = batch
     if not isinstance(index, Tensor) or index.ndim != 1 or index.is_floating_point():
@@ -232,7 +271,7 @@ def check_batch(batch: object, takes_condition: bool) -> None:
     if not takes_condition and not are_labels:
         raise ValueError(
             f"the batches have a condition, {_describe(labels)}, but this module takes none: pass "
-            "conditioning=..., or give labels of -1 in its place."
+            "conditioning=... to the module, or use batches with labels of -1."
         )
 
 
@@ -243,7 +282,7 @@ def _describe(value: object) -> str:
 
 
 def unused_classes(data: object) -> str | None:
-    """A hint that an unconditional model ignores the classes of its data; None without classes."""
+    """A hint for the user that an unconditional model ignores the classes of its data, or None."""
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
@@ -258,8 +297,13 @@ class FiniteDenoise:
     """A `Denoise` that records, on the device, when each sample first became non-finite.
 
     Args:
-        denoise: the function to wrap. Its x0 is tested before clamping, which would hide an
-            infinity.
+        denoise: the function to wrap. Its x0 is tested before it is clamped, because clamping would
+            hide an infinity.
+
+    Example:
+        >>> denoise = FiniteDenoise(lambda x_t, t: Denoised(x0=x_t, noise=x_t))
+        >>> x0 = denoise(torch.zeros(2, 1, 8, 8), torch.ones(2)).x0
+        >>> denoise.raise_if_non_finite(x0, seeds=[0, 1], step=None)
     """
 
     def __init__(self, denoise: Denoise) -> None:
@@ -275,11 +319,11 @@ class FiniteDenoise:
         return denoised
 
     def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
-        """Raise NonFiniteSamples if a row of x0 (B, ...), or an estimate of it, is not finite.
+        """Raise NonFiniteSamples if a sample, or an estimate of it on the way, is not finite.
 
         Args:
-            x0: the finished samples.
-            seeds: seeds of the rows.
+            x0: (B, ...) the finished samples.
+            seeds: seeds of the samples.
             step: optimizer steps completed, for the message; None if unknown.
         """
         assert self._failed_at is not None

@@ -1,4 +1,4 @@
-"""The LightningModule that learns to classify noisy images, for classifier guidance."""
+"""A LightningModule that learns to classify noisy images, for classifier guidance."""
 
 from typing import Any
 
@@ -24,27 +24,42 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class NoisyClassifier(LightningModule):
-    """Learns log p(label | x_t) at all noise levels, on the process and times of a diffusion model.
+    """Learns log p(label | x_t) at all noise levels, with the process of a diffusion model.
 
-    The network input is x_t / sqrt(alpha^2 + sigma^2), which has about unit variance on every
-    process and equals x_t if alpha^2 + sigma^2 = 1.
+    The network's input is x_t / sqrt(alpha^2 + sigma^2). It has about unit variance on every
+    process, and equals x_t if alpha^2 + sigma^2 = 1.
 
-    The randomness of a training step is a function of (seed, rank, step, micro-batch), that of a
-    validation image a function of its index.
+    The random numbers of a training step depend only on (seed, rank, step, micro-batch). Those of a
+    validation image depend only on its index.
 
     Args:
-        network: (scaled x_t (B, C, H, W), noise_label (B,)) -> logits (B, num_classes), such as
-            `EncoderUNet`.
+        network: a network such as `EncoderUNet`, which maps the scaled x_t (B, C, H, W) and the
+            noise_label (B,) to logits (B, num_classes).
         process: forward process of the diffusion model.
         times: distribution of the training times of the diffusion model.
-        optimizer: called with the parameters.
+        optimizer: function that creates the optimizer from the parameters.
         image_shape: (C, H, W) of x0.
-        num_classes: labels are 0, ..., num_classes - 1.
+        num_classes: number of classes; labels are 0, ..., num_classes - 1.
         codec: codec of the diffusion model; None is PixelCodec.
-        lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
-            constant.
+        lr_scheduler: function that creates the lr schedule from the optimizer. The schedule is
+            stepped once per optimizer step. None keeps the lr constant.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), section 4.
+
+    Example:
+        >>> from lit_diffusion.guidance import ClassifierScore
+        >>> from lit_diffusion.networks.unet import EncoderUNet
+        >>> from lit_diffusion.processes import CosineBetas, DiscreteVP
+        >>> from lit_diffusion.timesteps import Uniform
+        >>> classifier = NoisyClassifier(
+        ...     network=EncoderUNet(8, in_channels=1, out_channels=10, model_channels=64),
+        ...     process=DiscreteVP(CosineBetas(1000)),
+        ...     times=Uniform(),
+        ...     optimizer=torch.optim.Adam,
+        ...     image_shape=(1, 8, 8),
+        ...     num_classes=10,
+        ... )
+        >>> guidance = ClassifierScore(classifier.gradient(scale=2.0))
     """
 
     def __init__(
@@ -81,7 +96,7 @@ class NoisyClassifier(LightningModule):
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """-E[log p(label | x_t)] over images, times and noise."""
+        """Mean of -log p(label | x_t) over the images, at random times and noise."""
         images, labels, _ = batch
         x0 = encode_for_training(self.codec, images)
         t = self.times.quantile(draw_uniforms(len(x0), device=self.device), self.process)
@@ -90,7 +105,7 @@ class NoisyClassifier(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss and accuracy at one fixed noise level and noise per image."""
+        """Log loss and accuracy, with a fixed noise level and fixed noise for each image."""
         images, labels, index = batch
         x0 = self.codec.encode(images)
         t = self.times.quantile(index_uniforms(index), self.process)
@@ -102,7 +117,7 @@ class NoisyClassifier(LightningModule):
         self.log("val/loss", loss, sync_dist=True, batch_size=len(x0))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add a record of the codec, whose weights are not in the file."""
+        """Add the checksum of the codec, because its weights are not in the checkpoint."""
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -125,9 +140,9 @@ class NoisyClassifier(LightningModule):
         return self._logits_of(alpha * x0 + sigma * noise, t)
 
     def gradient(self, scale: float = 1.0) -> LogProbGradient:
-        """scale * gradient of log p(label | x_t) with respect to x_t, for `ClassifierScore`.
+        """Return a function for classifier guidance: the gradient of scale * log p(label | x_t).
 
-        The gradient is 0 for labels of -1.
+        The gradient is with respect to x_t. It is 0 for labels of -1.
         """
 
         @torch.inference_mode(mode=False)  # a Trainer validates without gradients

@@ -1,7 +1,7 @@
-"""Compile a network by `torch.compile`: one graph for each size of training batches, one to sample.
+"""Compile a network by `torch.compile`: one graph for each training batch size, and one to sample.
 
 The network is compiled in place, so names in its state_dict are those of the uncompiled network.
-Copies of it, by deepcopy or pickle, are not compiled.
+Copies by deepcopy or pickle are not compiled.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,11 @@ CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 
 
 def check_mode(mode: str | None) -> None:
-    """Raise ValueError unless `mode` is a `CompileMode` or None."""
+    """Raise ValueError unless `mode` is a `CompileMode` or None.
+
+    Example:
+        >>> check_mode("default")
+    """
     if mode not in (None, *get_args(CompileMode)):
         names = ", ".join(map(repr, get_args(CompileMode)))
         raise ValueError(f"compile must be {names} or None, got {mode!r}.")
@@ -30,7 +34,11 @@ def check_mode(mode: str | None) -> None:
 def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: int) -> None:
     """Raise ValueError if gradients of CUDA graphs would be accumulated over micro-batches.
 
-    A graph overwrites the gradients of its last replay (github.com/pytorch/pytorch/issues/169545).
+    Each replay of a graph overwrites the gradients of the replay before
+    (github.com/pytorch/pytorch/issues/169545).
+
+    Example:
+        >>> check_accumulation("default", torch.device("cuda"), micro_batches=4)
     """
     if mode != "default" and device.type == "cuda" and micro_batches > 1:
         raise ValueError(
@@ -42,18 +50,29 @@ def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: i
 def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = False) -> None:
     """Compile a network, or each of its blocks, in place, at its next call.
 
-    Sizes of tensors are constants of a graph, unless `run_compiled` marks them as dynamic. By its
-    default torch makes them dynamic at the second size that it meets, and uses that slower graph
-    from then on; a step's bits would depend on the sizes before it, and a resumed fit would differ
-    from one that did not stop.
+    Tensor sizes are constants of a graph, unless `run_compiled` marks them as dynamic. By default,
+    torch would make them dynamic at the second size that it sees, and use the slower dynamic graph
+    from then on. The bits of a step would then depend on the sizes of earlier batches, and a
+    resumed fit would differ from an uninterrupted one.
+
+    Args:
+        network: the network.
+        mode: mode of `torch.compile`.
+        by_block: whether to compile each block on its own (`sharding.network_blocks`).
+
+    Example:
+        >>> network = nn.Linear(2, 2)
+        >>> compile_network(network, "default")
+        >>> list(network.state_dict())
+        ['weight', 'bias']
     """
     for part in network_blocks(network) if by_block else (network,):
         part.compile(mode=mode, dynamic=False)
 
 
-# The first call also traces the backward pass. By default torch does so under the autocast around
-# the call, but backward() of an eager network has none: gradients of the parts that keep float32
-# (`no_autocast`) would be computed in bfloat16.
+# The first call also traces the backward pass. By default torch traces it under the autocast that
+# is active in the call, but backward() of an eager network runs without autocast. Gradients of the
+# parts that keep float32 (`no_autocast`) would then be computed in bfloat16.
 _backward_as_eager = torch._functorch.config.patch({"backward_pass_autocast": "off"})
 
 
@@ -61,17 +80,18 @@ _backward_as_eager = torch._functorch.config.patch({"backward_pass_autocast": "o
 def run_compiled(
     network: nn.Module, mode: CompileMode, x: Tensor, noise_label: Tensor, condition: Condition
 ) -> Tensor:
-    """The network's output for images x (B, C, H, W), at noise labels (B,).
+    """Run a compiled network on images x (B, C, H, W) at noise labels (B,).
 
-    In training mode each B has its own graph, in evaluation mode one graph is for all B above 1.
+    In training mode each B has a graph of its own. In evaluation mode one graph serves all B above
+    1.
     """
-    noise_label = noise_label.contiguous()  # as strides are constants too, and solvers expand t
+    noise_label = noise_label.contiguous()  # strides are constants too, and solvers expand t
     if not network.training and len(x) > 1:
         for inputs in (x, noise_label, condition):
             by_part(lambda part: torch._dynamo.mark_dynamic(part, 0), inputs)
     output: Tensor = network(x, noise_label, condition)
-    # A CUDA graph writes each output into the same memory, but solvers keep outputs of earlier
-    # steps, and a loss or a callback may keep them for longer.
+    # A CUDA graph writes each output into the same memory, but solvers need the outputs of earlier
+    # steps, and a loss or a callback may need them for longer.
     return output if mode == "default" else output.clone()
 
 
@@ -83,9 +103,10 @@ def run_compiled_loss(
     process: Process,
     parameterization: Parameterization,
 ) -> Tensor:
-    """`loss.per_sample` of the other arguments, in training; each batch size has its own graph.
+    """Run `loss.per_sample` in training, compiled if the loss has a learned variance.
 
-    Only losses with a learned variance are compiled, which otherwise take more than 100 kernels.
+    Such a loss would otherwise launch more than 100 kernels. Each batch size has a graph of its
+    own. The arguments are those of `protocols.Loss.per_sample`.
     """
     inputs = (loss, weighted_error, prediction, process, parameterization)
     if loss.output_factor == 1:

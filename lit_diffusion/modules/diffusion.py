@@ -1,4 +1,4 @@
-"""The LightningModule: network + process + parameterization + loss + solver, all injected."""
+"""The LightningModule of diffusion models: each part of the method is an argument."""
 
 from collections.abc import Sequence
 from math import nan
@@ -61,52 +61,77 @@ Batch = tuple[Tensor, Any, Tensor]
 class DiffusionModule(LightningModule):
     """Trains a denoising network, measures its loss on fixed noise, and samples from it.
 
-    The randomness of a training step is a function of (seed, rank, step, micro-batch), with the
-    seed of `seed_everything` (0 without); that of a validation image of its index; that of a sample
-    of its seed.
+    Random numbers are reproducible. Those of a training step depend only on (seed, rank, step,
+    micro-batch), where the seed is that of `seed_everything`, or 0 if it was not called. Those of a
+    validation image depend only on its index, and those of a sample only on its seed.
 
-    A non-finite loss does not stop the run by itself. `callbacks.FiniteUpdates`, which the command
-    line's `fit` adds, stops it, and so does Trainer(detect_anomaly=True).
+    A non-finite loss does not stop the run by itself. To stop it, add `callbacks.FiniteUpdates`,
+    which `lit-diffusion fit` does, or set Trainer(detect_anomaly=True).
 
     Args:
         network: a `protocols.Network`.
         process: forward process.
-        parameterization: what the network outputs.
+        parameterization: defines the network's output, such as noise or velocity.
         loss: training objective.
         times: distribution of the training times.
-        solver: sampler used by `generate`.
-        optimizer: called with the parameters that require a gradient. On a GPU, torch's Adam, AdamW
-            and SGD use fused=True unless they were given `fused` or `foreach`.
-        image_shape: (C, H, W) of x0. In a config of `fit`, "data" stands for that of the data
-            module's images, and likewise for its number of classes below.
-        num_classes: short for conditioning=ClassLabels(num_classes).
+        solver: sampler that `generate` uses.
+        optimizer: function that creates the optimizer from the parameters that require a gradient.
+            On a GPU, torch's Adam, AdamW and SGD then use fused=True, unless the function passes
+            `fused` or `foreach`.
+        image_shape: (C, H, W) of x0. In a config of `fit`, "data" uses the shape of the data
+            module's images.
+        num_classes: number of classes; short for conditioning=ClassLabels(num_classes). In a config
+            of `fit`, "data" uses the number of classes of the data module.
         label_dropout: fraction of training samples whose condition is dropped, for classifier-free
             guidance; 0.1 to 0.2 is usual.
         codec: maps images to x0 and back; None is PixelCodec.
-        guidance: used by `generate`; None samples from the conditional model.
-        lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
-            constant.
-        conditioning: kind of condition that the data have and the network takes; None ignores the
-            labels of the data.
-        uniforms: joint distribution of the uniforms of a batch; None is Stratified().
+        guidance: guidance that `generate` uses; None samples from the conditional model.
+        lr_scheduler: function that creates the lr schedule from the optimizer. The schedule is
+            stepped once per optimizer step. None keeps the lr constant.
+        conditioning: kind of condition of the data and the network; None ignores the labels of the
+            data.
+        uniforms: joint distribution of the random numbers from which the times of a batch are
+            computed; None is Stratified().
         channels_last: whether network and images use torch's channels_last memory format, which
             can make convolutions faster.
-        compile: mode of `torch.compile` for the network in a fit, with its validation and samples;
-            a loss with a learned variance is compiled too. None compiles nothing. "reduce-overhead"
-            and "max-autotune" use CUDA graphs for the network. Only a fit compiles: `load` and the
-            commands that sample or evaluate start at once, and `compile_network` speeds up many
-            samples. Dropout in a compiled network draws other random numbers than in an eager one.
+        compile: mode of `torch.compile` for the network in a fit, including validation and samples
+            during the fit. A loss with a learned variance is compiled too. None compiles nothing.
+            "reduce-overhead" and "max-autotune" use CUDA graphs for the network. Outside a fit
+            nothing is compiled, so that `load` and the commands that sample or evaluate start at
+            once. Call `compile_network` to speed up many samples. Dropout draws other random
+            numbers in a compiled network than in an eager one.
 
     Raises:
         ValueError: if two of the arguments do not fit together.
 
     Attributes:
-        timestep_density: (num_bins,) unnormalised density over u in [0, 1] that training times are
-            drawn from; None is uniform.
-        timestep_weight: (num_bins,) factor on the loss per bin of u; None is 1.
-        watch: called before every step of the solver, see `protocols.Watch`; None is not called.
+        timestep_density: (num_bins,) density over u in [0, 1] from which training times are drawn,
+            not necessarily normalized; None is uniform.
+        timestep_weight: (num_bins,) factor on the loss for each bin of u; None is 1.
+        watch: function that is called before every step of the solver (`protocols.Watch`), or None.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1, with every choice an argument.
+
+    Example:
+        >>> from lit_diffusion.losses import DenoisingLoss, MinSNR
+        >>> from lit_diffusion.networks.unet import UNet
+        >>> from lit_diffusion.parameterizations import Velocity
+        >>> from lit_diffusion.processes import CosineBetas, DiscreteVP
+        >>> from lit_diffusion.solvers import DPMSolverPP
+        >>> from lit_diffusion.timesteps import Uniform
+        >>> module = DiffusionModule(
+        ...     network=UNet(in_channels=1, out_channels=1, model_channels=32, num_classes=10),
+        ...     process=DiscreteVP(CosineBetas(1000)),
+        ...     parameterization=Velocity(),
+        ...     loss=DenoisingLoss(MinSNR()),
+        ...     times=Uniform(),
+        ...     solver=DPMSolverPP(steps=4),
+        ...     optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        ...     image_shape=(1, 8, 8),
+        ...     num_classes=10,
+        ... )
+        >>> module.generate(seeds=range(2)).shape  # trained by Trainer(...).fit(module, data)
+        torch.Size([2, 1, 8, 8])
     """
 
     def __init__(
@@ -132,7 +157,7 @@ class DiffusionModule(LightningModule):
     ) -> None:
         super().__init__()
         if is_built_from_config():
-            # From YAML, hyperparameters are builtins. Python objects would be pickled into the
+            # Hyperparameters from YAML are builtins. Python objects would be pickled into the
             # checkpoint.
             self.save_hyperparameters(logger=False)
         if isinstance(image_shape, str) or isinstance(num_classes, str):
@@ -159,7 +184,7 @@ class DiffusionModule(LightningModule):
         self.network.to(memory_format=self.memory_format)
         compiled.check_mode(compile)
         self._fit_compile_mode = compile
-        self._compile_mode: CompileMode | None = None  # what the network is compiled by
+        self._compile_mode: CompileMode | None = None  # mode in which the network is compiled
         self.timestep_density: Tensor | None = None
         self.timestep_weight: Tensor | None = None
         self.watch: Watch | None = None
@@ -191,11 +216,11 @@ class DiffusionModule(LightningModule):
             self.compile_network(mode, isinstance(self.trainer.strategy, ModelParallelStrategy))
 
     def compile_network(self, mode: CompileMode = "default", by_block: bool = False) -> None:
-        """Compile the network in place, at its next call; `compile=` does so for a fit.
+        """Compile the network in place, at its next call; `compile=` does the same for a fit.
 
         Args:
-            mode: of `torch.compile`.
-            by_block: whether to compile its blocks one by one.
+            mode: mode of `torch.compile`.
+            by_block: whether to compile the blocks of the network one by one.
         """
         compiled.check_mode(mode)
         self._compile_mode = mode
@@ -205,8 +230,8 @@ class DiffusionModule(LightningModule):
         """Split the network over the ranks of ModelParallelStrategy; Lightning calls this.
 
         Raises:
-            ValueError: if weights outside of the network are trained, or the strategy has tensor
-                parallelism or is FSDPStrategy.
+            ValueError: if weights outside the network are trained, if the strategy has tensor
+                parallelism, or if it is FSDPStrategy.
         """
         trainer = attached_trainer(self)
         if trainer is not None and isinstance(trainer.strategy, FSDPStrategy):
@@ -231,12 +256,16 @@ class DiffusionModule(LightningModule):
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
-        """E[w(u) W(t) mean |target - network(x_t, t)|^2], x_t = alpha(t) x0 + sigma(t) noise.
+        """Compute the loss E[w(u) W(t) mean |target - network(x_t, t)|^2] of a batch.
 
-        The mean is over the images x0 of the batch, standard normal noise and u from
-        `timestep_density`; t is the time of u. The target is that of the parameterization, W is the
-        weighting of the loss, and w is `timestep_weight`. The result also has u, t and the losses
-        per sample, for callbacks.
+        Here x_t = alpha(t) x0 + sigma(t) noise. The expectation is over the images x0 of the batch,
+        standard normal noise, and u from `timestep_density`; t is the time of u. The
+        parameterization defines the target. W is the weighting of the loss, and w is
+        `timestep_weight`.
+
+        Returns:
+            A dictionary with the "loss", and for callbacks "u", "t" and "per_sample_loss", (B,)
+            each.
         """
         images, condition, _ = self._unpack_batch(batch)
         x0 = encode_for_training(self.codec, images)  # (B, C, H, W)
@@ -260,7 +289,7 @@ class DiffusionModule(LightningModule):
     def per_sample_loss(
         self, x0: Tensor, condition: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:
-        """(B,) losses W(t) mean |target - network(x_t)|^2 at x_t = alpha x0 + sigma noise.
+        """Compute the losses W(t) mean |target - network(x_t)|^2 at x_t = alpha x0 + sigma noise.
 
         The losses depend only on the arguments and the weights.
 
@@ -270,7 +299,10 @@ class DiffusionModule(LightningModule):
                 network.
             t: (B,) float64 times.
             noise: (B, C, H, W) standard normal.
-            step: optimizer steps completed, for weightings that change over training.
+            step: optimizer steps completed, for weightings that change during training.
+
+        Returns:
+            (B,) losses.
         """
         alpha, sigma = self.process.alpha_sigma(t)  # (B,) float64
         a, s = expand_as(alpha, x0), expand_as(sigma, x0)  # (B, 1, 1, 1) in x0's dtype
@@ -310,11 +342,11 @@ class DiffusionModule(LightningModule):
         return output, variance_output
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the lr and the norm of the gradient of all parameters, before clipping."""
-        # With manual optimization, Lightning would log an old norm again in batches without a step.
+        """Log the lr, and the norm of the gradient of all parameters before clipping."""
+        # In manual optimization, Lightning would log an old norm again in batches without a step.
         if self.automatic_optimization and should_log(self.trainer):
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            # There are none if FiniteUpdates skips this update.
+            # There are no gradients if FiniteUpdates skips this update.
             norm = total_norm(gradients) / loss_scale(self.trainer, optimizer) if gradients else nan
             self.log_dict({"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm})
 
@@ -329,7 +361,7 @@ class DiffusionModule(LightningModule):
         return configured
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add a record of the codec, whose weights are not in the file."""
+        """Add the checksum of the codec, because its weights are not in the checkpoint."""
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -339,11 +371,11 @@ class DiffusionModule(LightningModule):
     # Validation
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss at a fixed noise level and noise per image, independent of any curriculum."""
+        """Log the loss, with a fixed noise level and fixed noise for each image."""
         self.log("val/loss", self._update_val_loss(batch), prog_bar=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """The validation loss on the test split, logged by the name of the split that is used."""
+        """Log the validation loss on the test split, under the name of the split that is used."""
         split = getattr(self.trainer.datamodule, "tests_on", "test")  # type: ignore[attr-defined]
         self.log(f"{split}/loss", self._update_val_loss(batch))
 
@@ -354,7 +386,7 @@ class DiffusionModule(LightningModule):
         checks.check_shape(x0, self.image_shape)
         t = self.times.quantile(index_uniforms(index), self.process)
         noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
-        # Without the step, since the warm-up of a weighting would distort the curve.
+        # Without the step, because the warm-up of a weighting would distort the curve.
         losses = self.per_sample_loss(x0, condition, t, noise)
         self._val_loss.set_dtype(torch.float64)  # precision plugins and resets change it
         self._val_loss.update(losses.double())
@@ -363,7 +395,7 @@ class DiffusionModule(LightningModule):
     # Sampling
 
     def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> Tensor:
-        """(seeds (B,), labels (B,)) -> images uint8 (B, C, H, W)."""
+        """Generate images uint8 (B, C, H, W) from a batch of seeds (B,) and labels (B,)."""
         seeds, labels = batch
         return self.generate(seeds.tolist(), _tuple_from_list(labels))
 
@@ -373,11 +405,12 @@ class DiffusionModule(LightningModule):
 
         Args:
             seeds: one integer per image.
-            labels: a condition of N images, such as classes (N,) int64 below `num_classes`, -1 for
-                none; None uses the default of each seed, for classes the seed modulo `num_classes`.
+            labels: a condition of N images, such as classes (N,) int64 below `num_classes`, where
+                -1 is no class. None uses the default of each seed; for classes it is the seed
+                modulo `num_classes`.
 
         Raises:
-            ValueError: for labels that do not fit.
+            ValueError: if labels are not a valid condition.
             NonFiniteSamples: if an image, or an estimate of it on the way, is NaN or infinite.
         """
         return self._sample(self.solver, self.process, seeds, labels)
@@ -392,12 +425,12 @@ class DiffusionModule(LightningModule):
             images: uint8 (N, C, H, W) images to start from.
             seeds: one integer per image.
             labels: a condition of N images; None uses the default of each seed, as in `generate`.
-            strength: fraction of the solver's steps that are taken, at least one step; a small
-                fraction keeps most of the image.
+            strength: fraction of the solver's steps that are taken, at least one step. A small
+                fraction preserves most of the image.
 
         Raises:
-            ValueError: for labels that do not fit, a strength outside (0, 1], and a solver without
-                `steps` and `times`.
+            ValueError: if labels are not a valid condition, if strength is outside (0, 1], or if
+                the solver has no `steps` and `times`.
             NonFiniteSamples: if an image, or an estimate of it on the way, is NaN or infinite.
 
         Source: Meng et al. 2022 (SDEdit).
@@ -417,18 +450,19 @@ class DiffusionModule(LightningModule):
         labels: Condition = None,
         resamples: int = 10,
     ) -> Tensor:
-        """Generate images uint8 (N, C, H, W) that keep the masked part of other images.
+        """Generate images uint8 (N, C, H, W) that equal given images where a mask is 1.
 
-        Uses ancestral sampling with the steps, the times and, if it has one, the variance of the
-        solver; see `solvers.editing.RePaint`.
+        The sampler is `solvers.editing.RePaint`, ancestral sampling with the steps and times of the
+        module's solver. If the solver has a variance, it is used too.
 
         Args:
-            images: uint8 (N, C, H, W), of which a part is kept.
-            mask: (N, 1, H, W) or broadcastable, with height and width of x0; 1 where images are
-                kept.
+            images: uint8 (N, C, H, W) images, part of which is preserved.
+            mask: (N, 1, H, W) or broadcastable, with the height and width of x0: 1 where images are
+                preserved, and 0 where they are generated.
             seeds: one integer per image.
             labels: a condition of N images; None uses the default of each seed, as in `generate`.
-            resamples: number of times each step is taken; more make both parts more consistent.
+            resamples: number of times that each step is taken. A larger number makes both parts
+                more consistent.
 
         Source: Lugmayr et al. 2022 (RePaint).
         """
@@ -457,7 +491,7 @@ class DiffusionModule(LightningModule):
         return self.codec.decode(x0)
 
     def denoise_for(self, labels: Condition) -> Denoise:
-        """The network as a function from (x_t, t) to `Denoised`, for solvers and guidance.
+        """Return the network as a function from (x_t, t) to `Denoised`, for solvers and guidance.
 
         Args:
             labels: a condition on this module's device; None for an unconditional network.
@@ -473,7 +507,7 @@ class DiffusionModule(LightningModule):
         return denoise
 
     def sampling_record(self) -> dict[str, Any]:
-        """Solver, steps, guidance and process of `generate`, to be stored with a score."""
+        """Solver, steps, guidance and process of `generate`, for records of scores."""
         return {
             "solver": repr(with_grid(self.solver, self.process)),
             "steps": getattr(self.solver, "steps", None),
@@ -490,17 +524,17 @@ class DiffusionModule(LightningModule):
         if self.conditioning is None:
             return images, None, index
         condition = _tuple_from_list(labels)
-        # On a GPU labels are checked only once, since this waits for the device.
+        # On a GPU labels are checked only once, because the check waits for the device.
         if images.device.type == "cpu" or not self._has_checked_condition:
             self.conditioning.check(condition, len(images))
             self._has_checked_condition = True
         return images, condition, index
 
     def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor, batch_idx: int) -> None:
-        """Log the loss and, in logging steps, its mean per quartile of u, nan for an empty one.
+        """Log the loss, and in logging steps also its mean in each quartile of u (nan if empty).
 
-        Logging a number takes Lightning 0.5 ms, so numbers that would not be used are left out.
-        With `prog_bar=True` Lightning would wait for the device at every batch, and
+        Lightning takes 0.5 ms to log a number, so numbers that would not be used are not logged.
+        `prog_bar=True` is not used, because Lightning would wait for the device at every batch.
         `callbacks.progress` shows the loss without it.
         """
         is_logging_step = should_log(self.trainer)

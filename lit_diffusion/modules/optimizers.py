@@ -1,4 +1,4 @@
-"""The optimizer of a module, fused on a GPU, and the lr schedule that is stepped with it."""
+"""Create the optimizer of a module, fused on a GPU, and its lr schedule."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.lr_schedules import WarmupLinear
 
-_IMPLEMENTATION = ("fused", "foreach")  # options that say how an update is computed
+_IMPLEMENTATION = ("fused", "foreach")  # options that select the kernels of an update
 
 
 def optimizer_and_schedule(
@@ -21,17 +21,29 @@ def optimizer_and_schedule(
     make_schedule: Callable[[Optimizer], Any] | None,
     total_steps: Callable[[], int | None],
 ) -> Any:
-    """What `configure_optimizers` returns: the optimizer, and the schedule stepped with it.
+    """Create the optimizer and the lr schedule, in the form that `configure_optimizers` returns.
+
+    The schedule is stepped once per optimizer step.
 
     Args:
         parameters: parameters to train.
-        make_optimizer: called with the parameters; see `with_fused_kernels`.
-        make_schedule: called with the optimizer; None keeps the lr constant.
-        total_steps: returns the optimizer steps of the whole run, or None if it has no end; called
-            only for a schedule that needs this number and was built without it.
+        make_optimizer: function that creates the optimizer from the parameters. Its result is
+            passed to `with_fused_kernels`.
+        make_schedule: function that creates the schedule from the optimizer; None keeps the lr
+            constant.
+        total_steps: function that returns the optimizer steps of the whole run, or None if the run
+            has no end. It is called only if the schedule needs this number and was created without
+            it.
 
     Raises:
-        ValueError: if the schedule needs the length of the run, and there is none.
+        ValueError: if the schedule needs the length of the run, and the run has no end.
+
+    Example:
+        >>> from lit_diffusion.lr_schedules import WarmupCosine
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> result = optimizer_and_schedule([weight], torch.optim.Adam, WarmupCosine, lambda: 1000)
+        >>> result["lr_scheduler"]["scheduler"].total_steps
+        1000
     """
     optimizer = with_fused_kernels(make_optimizer(parameters))
     if make_schedule is None:
@@ -48,16 +60,21 @@ def optimizer_and_schedule(
 
 
 def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
-    """The optimizer, with fused=True if it is torch's Adam, AdamW or SGD on a GPU.
+    """Set fused=True in torch's Adam, AdamW or SGD if all parameters are on GPUs.
 
-    This needs real parameters, all on GPUs, and an optimizer that was built without `fused`,
-    `foreach` and `differentiable`. A checkpoint does not change `fused` and `foreach`, so that a
-    run resumes on another device, or from a checkpoint that was written without fused=True, or
-    with weights in another memory format.
+    Parameters must be real. The optimizer must have been created without `fused`, `foreach` and
+    `differentiable`. Other optimizers are returned unchanged. Loading a checkpoint does not change
+    `fused` and `foreach`. Therefore a run can resume on another device, from a checkpoint that was
+    written without fused=True, or with weights in another memory format.
 
-    Unlike fused=True in the constructor, this leaves the division by the loss scale of
-    precision=16-mixed to the GradScaler: Lightning refuses `gradient_clip_val` with optimizers that
-    divide by themselves, in bf16-mixed too.
+    With precision=16-mixed, the GradScaler unscales the gradients. With fused=True in the
+    constructor the optimizer would unscale them itself, and Lightning does not allow
+    `gradient_clip_val` with such optimizers, not even in bf16-mixed.
+
+    Example:
+        >>> adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])  # on a CPU
+        >>> with_fused_kernels(adam).param_groups[0]["fused"] is None
+        True
     """
     optimizer.register_load_state_dict_pre_hook(_keep_implementation)
     optimizer.register_load_state_dict_post_hook(_match_strides)
@@ -75,7 +92,7 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
 
 
 def _keep_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Load hook: keep the present `fused` and `foreach`, for which torch converts the state."""
+    """Load hook: keep the current `fused` and `foreach`; torch converts the state to them."""
     saved, groups = state["param_groups"], optimizer.param_groups
     if len(saved) != len(groups):
         return None  # torch raises an error
@@ -85,7 +102,7 @@ def _keep_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[st
 
 
 def _match_strides(optimizer: Optimizer) -> None:
-    """Load hook: give state the strides of its parameter, which fused kernels take for granted."""
+    """Load hook: give the state the strides of its parameter, which fused kernels assume."""
     for group in optimizer.param_groups:
         for param in group["params"] if group.get("fused") else ():
             state = optimizer.state.get(param, {})

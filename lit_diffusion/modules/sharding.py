@@ -1,4 +1,4 @@
-"""Split the weights of a network over ranks by FSDP2, block by block, and plan what that needs."""
+"""Split the weights of a network over ranks by FSDP2, block by block, and estimate the cost."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -14,9 +14,16 @@ _GATHERED = {"32-true": None, "bf16-mixed": torch.bfloat16, "bf16-true": None}
 
 
 def network_blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """The blocks of a network that are split, and compiled, one by one.
+    """Iterate over the blocks of a network, which are split or compiled one by one.
 
-    Networks name them, or lists of them, in `block_names`; a network without it has none.
+    The attribute `block_names` of a network has the names of its blocks, or of lists of blocks. A
+    network without this attribute has no blocks.
+
+    Example:
+        >>> from lit_diffusion.networks.dit import DiT
+        >>> network = DiT(8, in_channels=1, out_channels=1, depth=3, width=32, num_heads=2)
+        >>> len(list(network_blocks(network)))
+        3
     """
     for name in getattr(network, "block_names", ()):
         child = network.get_submodule(name)
@@ -26,19 +33,20 @@ def network_blocks(network: nn.Module) -> Iterator[nn.Module]:
 def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
     """Split a network's weights, gradients and optimizer state over the ranks of a mesh, in place.
 
-    A block gathers its weights just before it is used, and frees them afterwards. What belongs to
-    no block is gathered for the whole forward and backward pass. Weights and optimizer state keep
-    their dtype. Under "bf16-mixed" they are gathered in bfloat16, and gradients are summed in
-    float32.
+    A block gathers its weights just before it is used, and frees them afterwards. Weights outside
+    the blocks are gathered for the whole forward and backward pass. Weights and optimizer state
+    keep their dtype. Under "bf16-mixed" weights are gathered in bfloat16, and gradients are summed
+    in float32.
 
     Args:
-        network: has the same weights on all ranks; does nothing if it is split so already.
+        network: a network with the same weights on all ranks. If it is split already, in the same
+            way, nothing is done.
         mesh: one-dimensional, of all ranks that split the data.
-        precision: that of the Trainer.
+        precision: precision of the Trainer, "32-true", "bf16-mixed" or "bf16-true".
 
     Raises:
-        ValueError: for another precision, a network without `block_names`, or one that is split
-            over another mesh or for another precision.
+        ValueError: for another precision, for a network without `block_names`, or if the network is
+            split over another mesh or for another precision.
 
     Source: Zhao et al. 2023 (arXiv 2304.11277).
     """
@@ -58,9 +66,9 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
     if not blocks:
         raise ValueError(
             f"{type(network).__name__} names no blocks whose weights could be split over ranks; "
-            "list them in an attribute block_names, or use strategy='ddp'."
+            "list its blocks in an attribute block_names, or use strategy='ddp'."
         )
-    # Without casts of inputs: bfloat16 cannot represent a noise label of 999.
+    # Inputs are not cast, because bfloat16 cannot represent a noise label of 999.
     policy = MixedPrecisionPolicy(
         param_dtype=_GATHERED[precision], reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -70,7 +78,7 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
 
 
 class StepCost(NamedTuple):
-    """What one training step of a network needs on each rank, by its shapes alone.
+    """Memory and computation of one training step of a network, by its shapes alone.
 
     Attributes:
         parameters: number of weights.
@@ -78,6 +86,10 @@ class StepCost(NamedTuple):
         rest: weights that belong to no block.
         activations: bytes that the forward pass stores for the backward pass.
         flops: floating-point operations of the forward and backward pass.
+
+    Example:
+        >>> StepCost(parameters=100, block=40, rest=20, activations=4000, flops=1200).block
+        40
     """
 
     parameters: int
@@ -91,9 +103,17 @@ def measure_step(network: nn.Module, image_shape: Sequence[int], batch: int) -> 
     """Trace one training step on the meta device, which allocates and computes nothing.
 
     Args:
-        network: on the meta device, in the dtype of its matrix products.
+        network: a network on the meta device, in the dtype of its matrix products.
         image_shape: (C, H, W) of x.
         batch: images on a rank.
+
+    Example:
+        >>> from lit_diffusion.networks.dit import DiT
+        >>> with torch.device("meta"):
+        ...     network = DiT(8, 1, 1, depth=1, width=32, num_heads=2)
+        >>> cost = measure_step(network, image_shape=(1, 8, 8), batch=4)
+        >>> cost.parameters == sum(parameter.numel() for parameter in network.parameters())
+        True
     """
     stored: list[Tensor] = []
 

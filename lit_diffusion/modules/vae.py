@@ -1,4 +1,4 @@
-"""A codec with the latents of a pretrained variational autoencoder (VAE)."""
+"""A codec that maps images to the latents of a pretrained variational autoencoder (VAE)."""
 
 import hashlib
 import json
@@ -17,31 +17,38 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 class VAECodec:
-    """An AutoencoderKL of diffusers from a local folder, frozen and in float32.
+    """Codec of an AutoencoderKL of diffusers, read from a local folder, frozen and in float32.
 
-    x0 = scale (z - shift) with z ~ N(mean, exp(logvar)), the encoder's posterior of an image.
+    x0 is scale (z - shift), where z ~ N(mean, exp(logvar)) is the encoder's posterior of an image.
     Training steps draw z with torch's generator of the device (`encode_for_training`). Validation
-    and other deterministic uses take the mean (`encode`). Both accept uint8 images, or
-    floating-point moments as `lit-diffusion encode` writes them.
+    and other deterministic uses take the mean (`encode`). Both accept uint8 images, or the
+    floating-point moments that `lit-diffusion encode` writes.
 
-    This is not an nn.Module, so the weights are in no parameters(), state_dict, EMA or checkpoint.
-    Checkpoints hold only their SHA-256. The weights are loaded at first use and moved to the device
-    of the input.
+    This class is not an nn.Module. Therefore its weights are not in the module's parameters(),
+    state_dict, EMA or checkpoint. Checkpoints have only the SHA-256 of the weights. The weights are
+    loaded at first use and moved to the device of the input.
 
     Args:
-        folder: directory with config.json and diffusion_pytorch_model.safetensors.
-        scale: factor that gives x0 a variance of about 1; None is `scaling_factor` of config.json,
-            or Stable Diffusion's 0.18215 if that is missing.
-        shift: offset that is subtracted from z; None is `shift_factor` of config.json, or 0.
+        folder: folder with config.json and diffusion_pytorch_model.safetensors.
+        scale: factor that gives x0 a variance of about 1. None uses `scaling_factor` of
+            config.json, or Stable Diffusion's 0.18215 if that is missing.
+        shift: offset that is subtracted from z. None uses `shift_factor` of config.json, or 0 if
+            that is missing.
         batch_size: images per call of the VAE, >= 1.
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ModuleNotFoundError: without diffusers.
-        ValueError: for numbers out of range, or a folder of another kind of model, or whose weights
-            are in several files; at first use, if weights do not fit config.json or are not finite.
+        ModuleNotFoundError: if diffusers is not installed.
+        ValueError: for numbers out of range, for a folder of another kind of model, or if the
+            weights are in several files. At first use, if weights do not fit config.json or are not
+            finite.
 
     Source: Rombach et al. 2022 (latent diffusion), sections 3.1 and D.1.
+
+    Example:
+        >>> codec = VAECodec("sd-vae-ft-mse")  # doctest: +SKIP
+        >>> codec.encoded_shape((3, 256, 256))  # doctest: +SKIP
+        (4, 32, 32)
     """
 
     bounded: ClassVar[bool] = False
@@ -57,14 +64,14 @@ class VAECodec:
         missing = [n for n in ("config.json", WEIGHTS) if not (self.folder / n).exists()]
         if missing:
             raise FileNotFoundError(
-                f"{self.folder.absolute()} holds no {' and no '.join(missing)}: put there the "
-                "folder of an AutoencoderKL, as its save_pretrained writes it."
+                f"{self.folder.absolute()} holds no {' and no '.join(missing)}: put the folder of "
+                "an AutoencoderKL there, as its save_pretrained writes it."
             )
         index = self.folder / f"{WEIGHTS}.index.json"
         if index.exists():  # diffusers would read the files that it names in place of WEIGHTS
             raise ValueError(
-                f"{index} names other files of weights than {WEIGHTS}: delete it, or have "
-                "save_pretrained write one file, by a larger max_shard_size."
+                f"{index} names other files of weights than {WEIGHTS}: delete it, or write a "
+                "single file by save_pretrained with a larger max_shard_size."
             )
         if find_spec("diffusers") is None:
             raise ModuleNotFoundError("VAECodec needs diffusers: pip install -e '.[diffusers]'.")
@@ -73,7 +80,7 @@ class VAECodec:
             config = dict(json.loads(file.read_text()))
         if config.get("_class_name") != "AutoencoderKL":
             raise ValueError(
-                f"{self.folder} holds {config.get('_class_name')}, and an AutoencoderKL is needed."
+                f"{self.folder} holds {config.get('_class_name')}, but an AutoencoderKL is needed."
             )
         with checked_read(self.folder / "config.json", "config of an AutoencoderKL"):
             self.scale = float(config.get("scaling_factor", 0.18215) if scale is None else scale)
@@ -112,22 +119,22 @@ class VAECodec:
         return self._latent_channels, height // self._reduction, width // self._reduction
 
     def encode(self, images: Tensor, /) -> Tensor:
-        """Images uint8 (B, C, H, W), or moments (B, 2C', H', W') -> the mean x0 float32."""
+        """Encode images uint8 (B, C, H, W), or moments (B, 2C', H', W'), to the mean x0 float32."""
         return self._x0(self._moments(images).chunk(2, dim=1)[0])
 
     def encode_for_training(self, images: Tensor, /) -> Tensor:
-        """Images or moments as for `encode` -> x0 float32 drawn from the posterior."""
+        """Draw x0 float32 from the posterior; takes images or moments, like `encode`."""
         mean, logvar = self._moments(images).chunk(2, dim=1)
         return self._x0(mean + (0.5 * logvar).exp() * torch.randn_like(mean))
 
     def decode(self, x0: Tensor, /) -> Tensor:
-        """x0 -> images uint8 (B, C, H, W)."""
+        """Decode x0 to images uint8 (B, C, H, W)."""
         z = x0.float() / self.scale + self.shift
         pixels = self._in_batches(lambda part: self._vae.to(z.device).decode(part).sample, z)
         return (pixels * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
     def moments(self, images: Tensor, /) -> Tensor:
-        """Images uint8 (B, C, H, W) -> mean and logvar of z, (B, 2C', H', W') float32."""
+        """Mean and logvar of z for images uint8 (B, C, H, W): (B, 2C', H', W') float32."""
 
         def encode_part(part: Tensor) -> Tensor:
             posterior = self._vae.to(part.device).encode(part.float() / 127.5 - 1).latent_dist
@@ -158,7 +165,7 @@ class VAECodec:
     def _vae(self) -> Any:
         from diffusers import AutoencoderKL
 
-        # Before the weights are loaded, they are drawn at random.
+        # The constructor draws random weights, which are replaced by those of the file.
         weights = checked_read(self.folder / WEIGHTS, "weights of its config.json")
         with weights, torch.random.fork_rng(devices=[]):
             from_pretrained: Any = AutoencoderKL.from_pretrained

@@ -24,7 +24,7 @@ def ancestral_grid(process: Process) -> TimeGrid:
 
 @dataclass(frozen=True)
 class DDPM:
-    """Ancestral sampling: draws from p(x_s | x_t), step by step.
+    """Ancestral sampling: each step draws x_s from p(x_s | x_t).
 
     Args:
         variance: variance of each step: gaussian.FixedSmall, FixedLarge, or LearnedRange for
@@ -36,6 +36,10 @@ class DDPM:
 
     Source: Ho et al. 2020 (DDPM), algorithm 2; Nichol & Dhariwal 2021 for respacing and learned
     variance.
+
+    Example:
+        >>> DDPM(variance=FixedSmall(), steps=250).steps
+        250
     """
 
     variance: Variance
@@ -74,7 +78,7 @@ class DDPM:
                 watch(i, t, x, x0)
             x = step.x0_coef * x0 + step.xt_coef * x
             if denoised.shift is not None:
-                # As in guided-diffusion, the posterior variance here is unclipped: 0 at the end.
+                # As in guided-diffusion, this posterior variance is unclipped: 0 at the end.
                 unclipped = isinstance(self.variance, FixedSmall)
                 x = x + (step.variance if unclipped else log_variance.exp()) * denoised.shift
             if not step.last:
@@ -92,12 +96,16 @@ class DDIM:
 
     Args:
         steps: evaluations of the network.
-        eta: standard deviation of the new noise, relative to the posterior's.
+        eta: standard deviation of the new noise, divided by that of the posterior.
         times: grid; None is `Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous
             time.
-        clip: whether x0 is clamped to [-1, 1]; the noise then follows the clamped x0.
+        clip: whether x0 is clamped to [-1, 1]. The noise is then computed from the clamped x0.
 
     Source: Song et al. 2021 (DDIM), Eq. 12 and 16.
+
+    Example:
+        >>> DDIM(steps=50, eta=0.0).eta
+        0.0
     """
 
     steps: int = 50
@@ -139,9 +147,11 @@ class DDIM:
         return x
 
     def invert(self, denoise: Denoise, process: Process, x0: Tensor, /) -> Tensor:
-        """Noise (B, C, H, W) from which `sample` with eta = 0 returns approximately x0.
+        """Compute noise (B, C, H, W) from which `sample` with eta = 0 returns approximately x0.
 
-        Source: Song et al. 2021 (DDIM), Eq. 14; the last step returns the estimate of the noise.
+        The last step returns the model's estimate of the noise.
+
+        Source: Song et al. 2021 (DDIM), Eq. 14.
         """
         times = self._times_and_std(process)[0][:-1].flip(0)
         alpha, sigma = process.alpha_sigma(times)
@@ -169,20 +179,25 @@ class DDIM:
 
 @dataclass(frozen=True)
 class Euler(DDIM):
-    """Euler's method on an even grid in time; its steps are those of `DDIM`.
+    """Euler's method: the steps of `DDIM` on an even grid in time.
 
     A step keeps the estimates of x0 and noise constant. This is an Euler step of the probability
-    flow for x_t / alpha as a function of sigma / alpha (k-diffusion), and on `LinearFlow` also for
-    x_t as a function of t.
+    flow for x_t / alpha as a function of sigma / alpha, as in k-diffusion. On `LinearFlow` it is
+    also an Euler step for x_t as a function of t.
 
     Args:
         steps: evaluations of the network.
-        eta: standard deviation of the new noise, relative to the posterior's.
+        eta: standard deviation of the new noise, divided by that of the posterior.
         times: grid; None is `Even()`.
         clip: whether x0 is clamped to [-1, 1].
 
     Source: Lipman et al. 2023 (Flow Matching), section 6; Karras et al. 2022 (EDM), algorithm 1
     without its second evaluation.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> Euler(steps=4).default_times(LinearFlow())
+        Even()
     """
 
     def default_times(self, process: Process) -> TimeGrid:
@@ -192,15 +207,21 @@ class Euler(DDIM):
 
 @dataclass(frozen=True)
 class EulerAncestral(DDIM):
-    """Euler's step to a lower noise level, then new noise: DDIM with eta = 1 on a Karras grid.
+    """Euler ancestral sampling: an Euler step to a lower noise level, and then new noise.
+
+    This is DDIM with eta = 1 on a Karras grid. k-diffusion calls it `sample_euler_ancestral`.
 
     Args:
         steps: evaluations of the network.
-        eta: standard deviation of the new noise, relative to the posterior's.
+        eta: standard deviation of the new noise, divided by that of the posterior.
         times: grid; None is `Karras(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
 
-    Source: Song et al. 2021 (DDIM), Eq. 16. The same as k-diffusion's `sample_euler_ancestral`.
+    Source: Song et al. 2021 (DDIM), Eq. 16.
+
+    Example:
+        >>> EulerAncestral(steps=50)
+        EulerAncestral(steps=50, eta=1.0, times=None, clip=True)
     """
 
     eta: float = 1.0

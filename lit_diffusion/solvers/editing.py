@@ -14,11 +14,17 @@ from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_g
 
 @dataclass(frozen=True)
 class Tail:
-    """The last steps of another grid.
+    """Grid with the last steps of another grid.
 
     Args:
         base: the whole grid.
-        whole: number of steps of the whole grid, at least as many as `grid` returns.
+        whole: number of steps of the whole grid, not below the steps of this one.
+
+    Example:
+        >>> from lit_diffusion.grids import Even
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> Tail(Even(), whole=4).grid(LinearFlow(), 2).tolist()
+        [0.5, 0.25, 0.0]
     """
 
     base: TimeGrid
@@ -30,10 +36,15 @@ class Tail:
 
 
 def truncate_solver(solver: Any, strength: float, process: Process) -> Any:
-    """The solver with only the last fraction `strength` of its steps, at least one step.
+    """Return a solver that takes only the last steps of another one.
+
+    Args:
+        solver: a dataclass with `steps` and `times`.
+        strength: fraction of the steps to take, in (0, 1]. At least one step is taken.
+        process: the process to sample from.
 
     Raises:
-        ValueError: unless 0 < strength <= 1, or for a solver without a grid.
+        ValueError: unless 0 < strength <= 1, or for a solver without `steps` and `times`.
 
     Source: Meng et al. 2022 (SDEdit), section 3.
 
@@ -53,18 +64,24 @@ def _editable_grid(solver: Any, process: Process) -> TimeGrid:
     grid = time_grid_of(solver, process)
     if grid is None or not (is_dataclass(solver) and hasattr(solver, "steps")):
         raise ValueError(
-            f"images are edited on the steps and times of the solver, and {type(solver).__name__} "
-            "is no dataclass with both; use another, such as DDIM."
+            "images are edited with the steps and times of the solver, and "
+            f"{type(solver).__name__} is no dataclass with both; use another solver, such as DDIM."
         )
     return grid
 
 
 class NoisedImagePrior:
-    """A process whose prior is a noised image, for solvers that start from one.
+    """A process whose prior is a noised image, for solvers that start from an image.
 
     Args:
-        process: provides everything but the prior.
+        process: process that provides everything except the prior.
         x0: (B, C, H, W) encoded images to start from.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> process = NoisedImagePrior(LinearFlow(), x0=torch.ones(1, 1, 2, 2))
+        >>> process.prior(torch.zeros(1, 1, 2, 2), torch.tensor(0.25)).unique()
+        tensor([0.7500])
     """
 
     def __init__(self, process: Process, x0: Tensor) -> None:
@@ -84,28 +101,37 @@ class NoisedImagePrior:
 
 @dataclass(frozen=True)
 class RePaint:
-    """Ancestral sampling of the unknown part of an image.
+    """RePaint: ancestral sampling of the unknown part of an image.
 
-    Each step replaces the known part of its result by `known`, noised to the new level. It is taken
-    `resamples` times, with noise added back in between, so that both parts become consistent.
+    Each step replaces the known part of its result by `known`, noised to the new level. Each step
+    is taken `resamples` times, and noise is added back in between, so that both parts become
+    consistent.
 
     Args:
-        known: (B, C, H, W) x0, of which the masked part is kept.
-        mask: (B, 1, H, W) or broadcastable; 1 where `known` is kept, 0 where it is generated.
+        known: (B, C, H, W) x0, of which the masked part is preserved.
+        mask: (B, 1, H, W) or broadcastable: 1 where `known` is preserved, and 0 where the image is
+            generated.
         steps: steps of the grid.
         resamples: number of times that each step is taken; 1 is plain replacement.
         times: grid; None is `Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous
             time.
         clip: whether x0 is clamped to [-1, 1].
-        variance: variance of each step; None is the one that the network has learned, if any,
-            otherwise `FixedSmall()`. FixedSmall is exact for data that are single points, and too
-            small for others: Gaussian data with a standard deviation of 0.180 get 0.153 in 100
-            steps, each taken 10 times (FixedLarge 0.188, the exact variance 0.187).
+        variance: variance of each step. None is the variance that the network has learned, if any,
+            and otherwise `FixedSmall()`. FixedSmall is exact for data that are single points, and
+            too small for other data. For Gaussian data with a standard deviation of 0.180, samples
+            in 100 steps, each taken 10 times, have 0.153 with FixedSmall, 0.188 with FixedLarge,
+            and 0.187 with the exact variance.
 
     Raises:
         ValueError: if steps < 1 or resamples < 1.
 
     Source: Lugmayr et al. 2022 (RePaint, arXiv 2201.09865), algorithm 1, with jumps of one step.
+
+    Example:
+        >>> known, mask = torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8)
+        >>> mask[..., 4:] = 0  # generate the right half
+        >>> RePaint(known, mask, steps=100).resamples
+        10
     """
 
     known: Tensor = field(repr=False)
@@ -151,7 +177,7 @@ class RePaint:
                     x_s = x_s + (0.5 * log_variance).exp() * randn_like(x)
                 known_s = alpha[i + 1] * self.known + sigma[i + 1] * randn_like(x)
                 x_s = torch.where(self.mask > 0.5, known_s, x_s)
-                if k + 1 < rounds:  # back to t, by q(x_t | x_s)
+                if k + 1 < rounds:  # back to t, by noise of q(x_t | x_s)
                     ratio = alpha[i] / alpha[i + 1]
                     x = ratio * x_s + (0.5 * step.log_beta).exp() * randn_like(x)
             x = x_s
@@ -165,10 +191,26 @@ class RePaint:
 def repaint_solver(
     solver: Any, process: Process, known: Tensor, mask: Tensor, resamples: int = 10
 ) -> RePaint:
-    """RePaint with the steps, times, clipping and, if it has one, variance of another solver.
+    """Return RePaint with the steps, times and clipping of another solver.
+
+    If the solver has a variance, RePaint uses it too.
+
+    Args:
+        solver: a dataclass with `steps` and `times`.
+        process: the process to sample from.
+        known: (B, C, H, W) x0, of which the masked part is preserved.
+        mask: (B, 1, H, W) or broadcastable; 1 where `known` is preserved.
+        resamples: number of times that each step is taken.
 
     Raises:
-        ValueError: for a solver without a grid.
+        ValueError: for a solver without `steps` and `times`.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> from lit_diffusion.solvers import DDIM
+        >>> known, mask = torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8)
+        >>> repaint_solver(DDIM(steps=20), LinearFlow(), known, mask).steps
+        20
     """
     times, clip = _editable_grid(solver, process), getattr(solver, "clip", False)
     variance = getattr(solver, "variance", None)

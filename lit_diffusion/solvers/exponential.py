@@ -1,11 +1,10 @@
 """Exponential integrators in half-log-SNR: DPM-Solver++ and UniPC.
 
-With lambda = log(alpha / sigma) the probability flow is, over a step from t to s,
+With lambda = log(alpha / sigma), a step of the probability flow from t to s is
 
-    x_s = (sigma_s / sigma_t) x_t + sigma_s int e^lambda x0(lambda) dlambda,
+    x_s = (sigma_s / sigma_t) x_t + sigma_s int e^lambda x0(lambda) dlambda.
 
-so the only error is in the approximation of x0(lambda) within a step, which is where solvers
-differ.
+The only error is that of x0(lambda) within a step. Solvers differ in how they approximate it.
 """
 
 import math
@@ -34,23 +33,27 @@ class DPMSolverPP:
         x_s = (sigma_s / sigma_t) exp(-eta h) x_t - alpha_s (exp(-H) - 1) D
               + sigma_s sqrt(1 - exp(-2 eta h)) z,
 
-    where D extrapolates the last `order` estimates of x0. The first step and the step to the clean
-    image are first order. Order 3 is that of the authors' code, diffusers and k-diffusion, in which
-    the second difference has half of its Taylor coefficient: the error is smaller than with order
-    2, but falls no faster.
+    where D extrapolates the last `order` estimates of x0, and z is noise. The first step and the
+    step to the clean image are first order. Order 3 follows the authors' code, diffusers and
+    k-diffusion, in which the coefficient of the second difference is half of that in the Taylor
+    series. Therefore its error is smaller than with order 2, but has the same order of convergence.
 
     Args:
         steps: evaluations of the network.
         times: grid; None is `LogSNR(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
         order: 1, 2 or 3.
-        eta: 0 is deterministic, 1 the reverse SDE (2M SDE).
+        eta: amount of new noise. 0 is deterministic, and 1 is the reverse SDE (2M SDE).
 
     Raises:
         ValueError: for another order, a negative eta or steps < 1.
 
     Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 2 and section 4.3; order 3 as
     in the authors' code.
+
+    Example:
+        >>> DPMSolverPP(steps=20, order=2)
+        DPMSolverPP(steps=20, times=None, clip=True, order=2, eta=0.0)
     """
 
     steps: int = 20
@@ -91,7 +94,7 @@ class DPMSolverPP:
             if sigma[i + 1] == 0:
                 return alpha[i + 1] * x0
             x = sigma[i + 1] / sigma[i] * x
-            if self.eta > 0:  # h is infinite where there is no signal
+            if self.eta > 0:  # with eta 0, h may be infinite, at pure noise
                 x = (-self.eta * h[i]).exp() * x
             x = x + alpha[i + 1] * self._x0_term(x0s, h[: i + 1])
             if self.eta > 0:
@@ -104,7 +107,7 @@ class DPMSolverPP:
         finite_grid(self.times or self.default_times(process), process, self.steps)
 
     def _x0_term(self, x0s: list[Tensor], h: Tensor) -> Tensor:
-        """-(exp(-H) - 1) D, from estimates of x0, latest first, and the steps h up to this one."""
+        """-(exp(-H) - 1) D, from the estimates of x0 (the last first) and all h up to this step."""
         h_eta = (1 + self.eta) * h[-1]  # H
         phi_1 = -torch.expm1(-h_eta)
         if len(x0s) == 1:
@@ -121,19 +124,24 @@ class DPMSolverPP:
 
 @dataclass(frozen=True)
 class DPMSolverPP2S:
-    """DPM-Solver++(2S): each step uses the x0 estimated at its midpoint.
+    """DPM-Solver++(2S): each step uses an estimate of x0 at the midpoint of the step.
 
     Args:
-        steps: steps of the grid, with 2 steps - 1 evaluations of the network.
+        steps: steps of the grid. They need 2 steps - 1 evaluations of the network.
         times: grid; None is `LogSNR(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
-        eta: standard deviation of the new noise, relative to the posterior's; the step first goes
-            to a lower level. 0 is deterministic; 1 is k-diffusion's `dpmpp_2s_ancestral`.
+        eta: standard deviation of the new noise, divided by that of the posterior. A step with
+            noise first goes to a lower level. 0 is deterministic; 1 is k-diffusion's
+            `dpmpp_2s_ancestral`.
 
     Raises:
         ValueError: unless 0 <= eta <= 1 and steps >= 1.
 
     Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 1 with r = 1/2.
+
+    Example:
+        >>> DPMSolverPP2S(steps=10)  # 19 evaluations of the network
+        DPMSolverPP2S(steps=10, times=None, clip=True, eta=0.0)
     """
 
     steps: int = 10
@@ -191,7 +199,7 @@ class DPMSolverPP2S:
 class UniPC:
     """UniPC: a multistep predictor, and a corrector that reuses the evaluation of the next step.
 
-    The order is lower near both ends of the grid. B(h) = exp(-h) - 1, which the authors call bh2.
+    The order is lower near both ends of the grid. B(h) is exp(-h) - 1, which the authors call bh2.
 
     Args:
         steps: evaluations of the network.
@@ -203,6 +211,10 @@ class UniPC:
         ValueError: if order < 1 or steps < 1.
 
     Source: Zhao et al. 2023 (UniPC, arXiv 2302.04867), algorithms 5 and 6 (data prediction).
+
+    Example:
+        >>> UniPC(steps=10).order
+        2
     """
 
     steps: int = 10
@@ -259,7 +271,10 @@ def _unipc_step(
     alpha: Tensor,
     sigma: Tensor,
 ) -> Tensor:
-    """Predictor from earlier x0s, latest first; with `x0_end`, at the new time, corrector."""
+    """One step of the predictor, or of the corrector if `x0_end`, the x0 at the new time, is given.
+
+    `x0s` are the estimates at earlier times, the last first.
+    """
     h = lambdas[-1] - lambdas[-2]
     rs = [(lambdas[-2 - k] - lambdas[-2]) / h for k in range(1, len(x0s))]
     differences = [(x0 - x0s[0]) / r for x0, r in zip(x0s[1:], rs, strict=True)]

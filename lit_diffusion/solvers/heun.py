@@ -21,25 +21,29 @@ from lit_diffusion.solvers.steps import (
 class Heun:
     """Heun's second-order method, with two evaluations per step and optional churn (added noise).
 
-    In level = sigma / alpha and x = x_t / alpha, the probability flow of any process is dx / dlevel
-    = noise(x_t, t). A step uses the mean of the slopes at its two ends. The step to the clean image
-    is an Euler step. `watch` gets x_t after churn.
+    With level = sigma / alpha and x = x_t / alpha, the probability flow of any process is
+    dx / dlevel = noise(x_t, t). A step uses the mean of the slopes at its two ends. The step to the
+    clean image is an Euler step. `watch` is called with x_t after churn.
 
     Args:
-        steps: steps of the grid, with 2 steps - 1 evaluations of the network.
+        steps: steps of the grid. They need 2 steps - 1 evaluations of the network.
         times: grid; None is `Karras(noisiest=-10)`.
-        clip: whether x0 is clamped to [-1, 1]; the slope is then computed from the clamped x0.
-        churn: S_churn. Before each step the level is raised by the factor 1 + min(churn / steps,
+        clip: whether x0 is clamped to [-1, 1]. The slope is then computed from the clamped x0.
+        churn: S_churn. Before each step the level is multiplied by 1 + min(churn / steps,
             sqrt(2) - 1). 0 is deterministic.
-        churn_min: S_tmin, the lowest level that is raised.
-        churn_max: S_tmax, the highest level that is raised.
+        churn_min: S_tmin, the lowest level to which churn is applied.
+        churn_max: S_tmax, the highest level to which churn is applied.
         churn_noise: S_noise, standard deviation of the noise before it is scaled to the new level.
 
     Raises:
-        ValueError: for steps or churn out of range, and by `check` for a grid that starts without
+        ValueError: for steps or churn out of range. In `check`, for a grid that starts without
             signal.
 
     Source: Karras et al. 2022 (EDM), algorithms 1 and 2.
+
+    Example:
+        >>> Heun(steps=18, churn=40.0, churn_min=0.05, churn_max=50.0, churn_noise=1.003).steps
+        18
     """
 
     steps: int = 18
@@ -97,7 +101,7 @@ class Heun:
     def _evaluate(
         self, denoise: Denoise, process: Process, x: Tensor, t: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x_t, x0 and the slope dx / dlevel, which is the noise."""
+        """x_t, x0 and the slope dx / dlevel, which is the estimated noise."""
         alpha, sigma = process.alpha_sigma(t)
         x_t = alpha * x
         return x_t, *x0_and_noise(denoise(x_t, batch_of(t, x)), x_t, alpha, sigma, self.clip)

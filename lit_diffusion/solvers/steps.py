@@ -10,16 +10,22 @@ from lit_diffusion.protocols import Denoised, Process, Solver, TimeGrid
 
 
 def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
-    """(steps + 1,) times of the grid.
+    """Compute the times of a grid, (steps + 1,) float64, and check that they are finite and fall.
 
     Raises:
-        ValueError: if a time is not finite, or not less noisy than the one before.
+        ValueError: if a time is not finite, or is not less noisy than the time before.
+
+    Example:
+        >>> from lit_diffusion.grids import Even
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> finite_grid(Even(), LinearFlow(), 2).tolist()
+        [1.0, 0.5, 0.0]
     """
     times = grid.grid(process, steps)
     if not times.isfinite().all():
         raise ValueError(
-            f"{grid} has times that are not finite on {process}, whose noisiest has no signal (SNR "
-            "= 0); use Even or Sections, or LogSNR(noisiest=-10)."
+            f"{grid} has times that are not finite on {process}, whose noisiest time has no signal "
+            "(SNR = 0); use Even or Sections, or LogSNR(noisiest=-10)."
         )
     if not (times.diff() < 0).all():
         raise ValueError(
@@ -30,21 +36,35 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
-    """(steps + 1,) times of the grid, all with alpha > 0.
+    """Compute the times of a grid, (steps + 1,) float64, and check that alpha > 0 at all of them.
 
     Raises:
-        ValueError: if alpha is 0, a time is not finite, or not less noisy than the one before.
+        ValueError: if alpha is 0, if a time is not finite, or if it is not less noisy than the time
+            before.
+
+    Example:
+        >>> from lit_diffusion.grids import LogSNR
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> [round(t, 2) for t in grid_with_signal(LogSNR(-4.0), LinearFlow(), 2).tolist()]
+        [0.88, 0.0, 0.0]
     """
     if not (process.alpha_sigma(grid.grid(process, steps))[0] > 0).all():
         raise ValueError(
-            f"the solver needs alpha > 0, which {process} does not have on {grid}; use "
+            f"the solver needs alpha > 0, but {process} has alpha = 0 on {grid}; use "
             "LogSNR(noisiest=-10), or the solver DDIM or Euler."
         )
     return finite_grid(grid, process, steps)
 
 
 def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
-    """The solver's grid, or its default on this process; None if it has neither."""
+    """The solver's grid, or its default grid on this process; None if it has neither.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> from lit_diffusion.solvers import DDIM
+        >>> time_grid_of(DDIM(), LinearFlow())
+        LogSNR(noisiest=-10.0)
+    """
     grid: TimeGrid | None = getattr(solver, "times", None)
     if grid is None and hasattr(solver, "default_times"):
         return cast(TimeGrid, solver.default_times(process))
@@ -52,7 +72,7 @@ def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
 
 
 def with_grid(solver: Any, process: Process) -> Any:
-    """The solver with the grid that it takes on this process as its `times`, for records.
+    """Return the solver with `times` set to the grid that it uses on this process, for records.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -66,9 +86,18 @@ def with_grid(solver: Any, process: Process) -> Any:
 
 
 def solver_times(solver: Solver, process: Process) -> Tensor:
-    """(number of function evaluations,) float64: times of the network calls of a solver, in order.
+    """List the times at which a solver calls the network, in order.
 
     They are recorded from a run on one pixel with a dummy denoiser.
+
+    Returns:
+        (number of function evaluations,) float64.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> from lit_diffusion.solvers import Euler
+        >>> solver_times(Euler(steps=2), LinearFlow()).tolist()
+        [1.0, 0.5]
     """
     times = []
 
@@ -81,15 +110,26 @@ def solver_times(solver: Solver, process: Process) -> Tensor:
 
 
 def level_of(process: Process, t: Tensor) -> Tensor:
-    """The noise level sigma / alpha."""
+    """Compute the noise level sigma / alpha at times t.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> level_of(LinearFlow(), torch.tensor(0.5)).item()
+        1.0
+    """
     alpha, sigma = process.alpha_sigma(t)
     return sigma / alpha
 
 
 def batch_of(t: Tensor, x: Tensor) -> Tensor:
-    """One time, on the CPU -> (B,) on the device of x, filled there as a copy would be waited for.
+    """Repeat a time on the CPU for a batch of images: (B,) on the device of x.
 
-    The attribute `time` of the result is the time as a number, for what is decided on the host.
+    The tensor is filled on the device, because a copy from the CPU would have to be waited for. Its
+    attribute `time` is the time as a Python number, for decisions on the host.
+
+    Example:
+        >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))
+        tensor([0.5000, 0.5000])
     """
     batch = torch.full((len(x),), float(t), dtype=t.dtype, device=x.device)
     batch.time = float(t)  # type: ignore[attr-defined]
@@ -97,14 +137,26 @@ def batch_of(t: Tensor, x: Tensor) -> Tensor:
 
 
 def clipped(x0: Tensor, clip: bool) -> Tensor:
-    """x0, clamped to [-1, 1] if `clip`."""
+    """Clamp x0 to [-1, 1] if `clip`.
+
+    Example:
+        >>> clipped(torch.tensor([0.5, 3.0]), clip=True)
+        tensor([0.5000, 1.0000])
+    """
     return x0.clamp(-1, 1) if clip else x0
 
 
 def x0_and_noise(
     denoised: Denoised, x_t: Tensor, alpha: Tensor, sigma: Tensor, clip: bool
 ) -> tuple[Tensor, Tensor]:
-    """Estimates of x0 and noise; with `clip`, x0 is clamped and the noise recomputed from it."""
+    """Estimates of x0 and noise; with `clip`, x0 is clamped and the noise is computed from it.
+
+    Example:
+        >>> one = torch.ones(1)
+        >>> x0, noise = x0_and_noise(Denoised(3 * one, one), 4 * one, one, one, clip=True)
+        >>> x0.item(), noise.item()
+        (1.0, 3.0)
+    """
     if not clip:
         return denoised.x0, denoised.noise
     x0 = denoised.x0.clamp(-1, 1)
@@ -112,6 +164,10 @@ def x0_and_noise(
 
 
 def check_steps(steps: int) -> None:
-    """Raise ValueError unless steps >= 1."""
+    """Raise ValueError unless steps >= 1.
+
+    Example:
+        >>> check_steps(20)
+    """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")

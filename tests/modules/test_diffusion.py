@@ -452,7 +452,7 @@ def test_data_of_another_kind_are_refused_before_the_first_step():
 
 
 def test_guidance_towards_labels_that_were_never_dropped_is_said():
-    with pytest.warns(UserWarning, match="label_dropout=0 never trains"):
+    with pytest.warns(UserWarning, match="never trained with label_dropout=0"):
         module(label_dropout=0.0, guidance=ClassifierFree(2.0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
