@@ -146,7 +146,7 @@ LOWER = "different words in lower case.* got "
         (lambda: WORDS.encode("thikc seven"), "'thikc' is not in the vocabulary; .* is 'thick'"),
         (
             lambda: WORDS.encode("thin thin thin thin"),
-            "may have at most 3 words, got 4 in 'thin thin.*'",
+            "at most 3 words, got 4 in 'thin thin.*'",
         ),
         (lambda: Words(WORDS.vocabulary, 3, ("thin", "x")), "'x' is not in the vocabulary"),
         (lambda: Words((), 2), f"{LOWER}none"),
