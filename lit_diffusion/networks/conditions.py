@@ -7,9 +7,9 @@
 | `Tokens(dim)`             | (tokens (B, L, dim), mask (B, L) bool)      | tokens (B, 1 + L, D)  |
 | `WordIds(num_words)`      | ids (B, L) int64, -1 where there is no word | tokens (B, 1 + L, D)  |
 
-Every kind has a null embedding for images without a condition: a label of -1, an absent vector, no
-token or no word. If the condition is None, all images get it. It is learned, except that labels of
--1 are zeros in a `UNet`.
+Every kind has a null embedding for images without a condition, that is, with a label of -1, an
+absent vector, no token or no word. If the condition is None, all images get the null embedding. It
+is learned, except for labels in a `UNet`, where it is zero.
 
 Masks are True for tokens that exist. Values of absent vectors and tokens are ignored, even if they
 are NaN. Nothing here synchronizes with the device.
@@ -30,16 +30,21 @@ class ConditionKind(Protocol):
     """A kind of condition, which builds the module that embeds it at the width of a network."""
 
     def embedding(self, width: int, /) -> nn.Module:
-        """A module that maps the condition of B images to an `EmbeddedCondition`."""
+        """Build a module that maps the condition of B images to an `EmbeddedCondition`."""
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Class labels.
+    """Condition of class labels.
 
     Args:
-        num_classes: labels are 0, ..., num_classes - 1, or -1 for no class.
-        null_class: whether labels may be -1 or None; False has no null embedding.
+        num_classes: number of classes. Labels are 0, ..., num_classes - 1, or -1 for no class.
+        null_class: whether labels may be -1 or None. If not, there is no null embedding.
+
+    Example:
+        >>> embedding = Classes(10).embedding(16)
+        >>> embedding(torch.tensor([7, -1])).vector.shape
+        torch.Size([2, 16])
     """
 
     num_classes: int
@@ -49,16 +54,21 @@ class Classes:
         check_positive(num_classes=self.num_classes)
 
     def embedding(self, width: int, /) -> nn.Module:
-        """A learned row for each class."""
+        """An embedding with a learned vector for each class."""
         return LabelEmbedding(self.num_classes, width, self.null_class)
 
 
 @dataclass(frozen=True)
 class Vectors:
-    """A vector for each image, such as measurements or an embedding of another image.
+    """Condition of one vector per image, such as measurements or an embedding of another image.
 
     Args:
         dim: features of a vector.
+
+    Example:
+        >>> embedding = Vectors(8).embedding(16)
+        >>> embedding((torch.randn(2, 8), torch.tensor([True, False]))).vector.shape
+        torch.Size([2, 16])
     """
 
     dim: int
@@ -73,10 +83,15 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of an encoder, such as a text encoder.
+    """Condition of tokens from an encoder, such as a text encoder.
 
     Args:
         dim: features of a token.
+
+    Example:
+        >>> embedding = Tokens(8).embedding(16)
+        >>> embedding((torch.randn(2, 5, 8), torch.ones(2, 5).bool())).tokens.shape
+        torch.Size([2, 6, 16])
     """
 
     dim: int
@@ -91,10 +106,15 @@ class Tokens:
 
 @dataclass(frozen=True)
 class WordIds:
-    """Words of a vocabulary, whose embeddings are learned.
+    """Condition of words from a vocabulary, whose embeddings are learned.
 
     Args:
-        num_words: ids are 0, ..., num_words - 1, or -1 where there is no word.
+        num_words: number of words. Ids are 0, ..., num_words - 1, or -1 where there is no word.
+
+    Example:
+        >>> embedding = WordIds(3).embedding(16)
+        >>> embedding(torch.tensor([[2, 0], [1, -1]])).tokens.shape
+        torch.Size([2, 3, 16])
     """
 
     num_words: int
@@ -103,18 +123,22 @@ class WordIds:
         check_positive(num_words=self.num_words)
 
     def embedding(self, width: int, /) -> nn.Module:
-        """A learned row for each word."""
+        """An embedding with a learned vector for each word."""
         return WordEmbedding(self.num_words, width)
 
 
 def resolve_condition(
     condition: ConditionKind | None, num_classes: int | None
 ) -> ConditionKind | None:
-    """`condition`, or Classes(num_classes) if only `num_classes` is given.
+    """Return `condition`, or Classes(num_classes) if only `num_classes` is given.
 
     Raises:
         ValueError: if both are given.
-        TypeError: for another object, such as one of `lit_diffusion.conditioning`.
+        TypeError: if `condition` is another object, such as one of `lit_diffusion.conditioning`.
+
+    Example:
+        >>> resolve_condition(None, num_classes=10)
+        Classes(num_classes=10, null_class=True)
     """
     if condition is None:
         return None if num_classes is None else Classes(num_classes)
@@ -131,12 +155,17 @@ def resolve_condition(
 
 
 class EmbeddedCondition(NamedTuple):
-    """The condition of B images at the width D of a network: a vector, or tokens, or neither.
+    """Embedded condition of B images at the width D of a network: a vector, or tokens, or neither.
 
     Attributes:
         vector: (B, D).
-        tokens: (B, 1 + L, D), the first of which is the null token.
-        mask: (B, 1 + L) bool, True for tokens to attend to: those that exist, or the null token.
+        tokens: (B, 1 + L, D). The first token is the null token.
+        mask: (B, 1 + L) bool, True for tokens to attend to: the tokens that exist, or the null
+            token if none exist.
+
+    Example:
+        >>> EmbeddedCondition(vector=torch.zeros(2, 16)).tokens is None
+        True
     """
 
     vector: Tensor | None = None
@@ -151,18 +180,23 @@ def embed_condition(
 
     Args:
         embedding: built by `ConditionKind.embedding`; None for a network without a condition.
-        condition: of each image; None for no condition.
+        condition: condition of the images; None for no condition.
         x: (B, ...) images.
         network: name of the network, for messages.
 
     Raises:
         ValueError: for a condition of another kind or size.
+
+    Example:
+        >>> embedding, x = Classes(10).embedding(16), torch.randn(2, 1, 8, 8)
+        >>> embed_condition(embedding, None, x, network="UNet").vector.shape
+        torch.Size([2, 16])
     """
     if embedding is None:
         if condition is not None:
             raise ValueError(
                 f"{network} without num_classes or condition got "
-                f"{describe_condition(condition)}: build it with condition=..., or give it None."
+                f"{describe_condition(condition)}: build it with condition=..., or pass None."
             )
         return EmbeddedCondition()
     embed: Any = embedding  # one of the four below
@@ -178,11 +212,16 @@ def embed_condition(
 
 
 def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor, Tensor | None]:
-    """Append the tokens of a condition to tokens (B, N, D) of images, in the dtype of these.
+    """Append the tokens of a condition to the tokens (B, N, D) of images, in the images' dtype.
 
     Returns:
-        Tokens (B, N + 1 + L, D) and their mask (B, N + 1 + L); (B, N, D) and None for a condition
-        without tokens.
+        Tokens (B, N + 1 + L, D) and their mask (B, N + 1 + L). If the condition has no tokens, the
+        unchanged tokens and None.
+
+    Example:
+        >>> tokens, mask = concat_tokens(torch.zeros(2, 4, 16), EmbeddedCondition())
+        >>> tokens.shape, mask
+        (torch.Size([2, 4, 16]), None)
     """
     if condition.tokens is None or condition.mask is None:
         return tokens, None
@@ -192,11 +231,11 @@ def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor,
 
 
 class LabelEmbedding(nn.Module):
-    """A learned row per class, and a last row for no class.
+    """Embedding of labels: a learned vector for each class, and one for no class.
 
-    The range of labels is not checked, as this would synchronize with a GPU. Labels of
-    `num_classes` or more fail in the embedding (IndexError on the CPU); any negative label is no
-    class. Without `null_class` there is no last row, and negative labels fail too.
+    The range of labels is not checked, because a check would synchronize with a GPU. Labels of
+    `num_classes` or more fail in the embedding (IndexError on the CPU). Every negative label means
+    no class. Without `null_class` there is no vector for it, and negative labels fail too.
     """
 
     expects = "labels (B,) int64"
@@ -213,19 +252,19 @@ class LabelEmbedding(nn.Module):
     def null_condition(self, x: Tensor) -> Tensor:
         """Labels (B,) of -1."""
         if not self.null_class:
-            raise ValueError("null_class=False needs labels, got None: pass them, or null_class.")
+            raise ValueError("null_class=False needs labels, got None: pass labels, or null_class.")
         return torch.full((len(x),), -1, device=x.device)
 
     def forward(self, labels: Tensor) -> EmbeddedCondition:
         """(B,) -> vector (B, D)."""
-        # Labels that are too large are increased by 1, so that num_classes is not the null row.
+        # Labels that are too large are increased by 1, so that num_classes does not mean no class.
         too_large = labels >= self.num_classes
         rows = torch.where(labels < 0, self.num_classes, labels + too_large)
         return EmbeddedCondition(vector=F.embedding(rows, self.weight))
 
 
 class VectorEmbedding(nn.Module):
-    """A linear map of a vector, or a learned vector where it is absent."""
+    """Embedding of a vector: a linear map, or a learned vector if the vector is absent."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -250,9 +289,10 @@ class VectorEmbedding(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """A linear map of tokens, after a learned null token that is attended to if it is alone.
+    """Embedding of tokens: a learned null token, and then a linear map of each token.
 
-    No positions are added, since tokens have those of their encoder.
+    The null token is attended to only if there are no other tokens. No positions are added, because
+    the encoder has added them.
     """
 
     def __init__(self, dim: int, width: int) -> None:
@@ -278,11 +318,11 @@ class TokenEmbedding(nn.Module):
 
 
 class WordEmbedding(nn.Module):
-    """A learned row per word plus sinusoids of its position, after a learned null token.
+    """Embedding of words: a learned null token, and then the vector of each word with its position.
 
-    Sinusoids distinguish "dark on bright" from "bright on dark", for texts of any length and
-    without parameters. As with labels, ids of num_words or more fail in the embedding (IndexError
-    on the CPU), and any negative id is no word.
+    Positions are sinusoids, which distinguish "dark on bright" from "bright on dark". They work for
+    texts of any length and have no parameters. Ids of num_words or more fail in the embedding
+    (IndexError on the CPU). Every negative id means no word.
     """
 
     expects = "words (B, L) int64"
@@ -316,7 +356,7 @@ def _prepend_null_token(null: Tensor, tokens: Tensor, mask: Tensor) -> EmbeddedC
 
 
 def _zero_masked(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in `dtype`, 0 where the mask is False; multiplying by 0 would keep NaN."""
+    """Values in `dtype`, set to 0 where the mask is False; a product with 0 would leave NaN."""
     return values.to(dtype).masked_fill(~mask[..., None], 0)
 
 

@@ -1,7 +1,7 @@
 """DiT: a vision transformer conditioned on noise level and condition by adaLN-Zero.
 
-Names and shapes of the parameters are those of the published checkpoints, which load with
-`load_state_dict`. pos_embed is a fixed table, as there. The DiTTransformer2DModel of diffusers
+Parameters have the names and shapes of the published checkpoints, which load with
+`load_state_dict`. As in these, pos_embed is a fixed table. The DiTTransformer2DModel of diffusers
 differs in two defaults: its sinusoids have frequencies 10000^(-k / 127) instead of
 10000^(-k / 128), and its second norm has an eps of 1e-5 instead of 1e-6.
 
@@ -39,9 +39,16 @@ from lit_diffusion.protocols import Condition
 
 
 class DiTBlock(nn.Module):
-    """A transformer block with adaptive layer norms (adaLN-Zero), initialized as the identity.
+    """A transformer block with adaptive layer norms (adaLN-Zero).
+
+    `DiT` initializes it as the identity.
 
     Source: Peebles & Xie 2022, section 3.2.
+
+    Example:
+        >>> block = DiTBlock(width=32, num_heads=2, hidden=64)
+        >>> block(torch.randn(2, 16, 32), torch.randn(2, 32)).shape
+        torch.Size([2, 16, 32])
     """
 
     def __init__(self, width: int, num_heads: int, hidden: int) -> None:
@@ -61,7 +68,7 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """Transformer on patches with adaptive layer norms. Outputs zero at initialization.
+    """Transformer on patches with adaptive layer norms. It outputs zero at initialization.
 
     | size | width | depth | num_heads |
     |------|-------|-------|-----------|
@@ -160,8 +167,8 @@ class DiT(nn.Module):
         Args:
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, from 0 to 999 in published models, float32 or float64.
-            condition: of the kind that the network was built for, with a row for each image, such
-                as labels (B,) int64 with -1 for no class; None for no condition in all rows.
+            condition: condition of the images, of the kind that the network was built for. Labels
+                are (B,) int64, with -1 for no class. None means no condition for all images.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
@@ -176,8 +183,9 @@ class DiT(nn.Module):
         if embedded.vector is not None:
             c = c + embedded.vector  # (B, D)
         x = self.x_embedder(x)  # (B, N, D)
-        # Under autocast the residual stream is in its dtype, as by default in Megatron-LM and in
-        # diffusers: it is half the memory traffic, and all that reads it rounds to that dtype.
+        # Under autocast the residual stream has autocast's dtype, which is also the default of
+        # Megatron-LM and diffusers. It halves the memory traffic, and all layers that read the
+        # stream would round it to this dtype anyway.
         x = x + self.pos_embed.to(x.dtype)  # (B, N, D)
         x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
         for block in self.blocks:

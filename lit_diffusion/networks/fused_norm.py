@@ -2,13 +2,14 @@
 
     y = silu((1 + scale) * (weight * (x + offset - mean) / std + bias) + shift)
 
-with the mean and std of x + offset. As separate operations under autocast this reads and writes the
-activations many times, with copies to float32 and, on CUDA, out of the channels_last format. There
-are two ways to compute it:
+with the mean and std of x + offset. As separate operations under autocast, this would read and
+write the activations many times, with copies to float32 and, on CUDA, out of the channels_last
+format. There are two implementations:
 
-- on CUDA, one Triton kernel for each direction (`fused_norm_triton`), compiled steps included;
-- otherwise, torch's operations (`separate_group_norm_silu`), which `torch.compile` fuses: on the
-  CPU, in float64, for forward-mode differentiation and for derivatives of gradients.
+- On CUDA, one Triton kernel for the forward pass and one for the backward pass
+  (`fused_norm_triton`), also in compiled steps.
+- Otherwise, torch's operations (`separate_group_norm_silu`), which `torch.compile` fuses. They are
+  used on the CPU, in float64, for forward-mode differentiation and for derivatives of gradients.
 """
 
 from functools import cache
@@ -36,20 +37,21 @@ def group_norm_silu(
 
     Args:
         x: (B, C, ...), contiguous or in channels_last format.
-        weight: (C,) of the norm. This and the following can have other dtypes than x.
-        bias: (C,) of the norm.
+        weight: (C,) weight of the norm. This and all following tensors may have other dtypes than
+            x.
+        bias: (C,) bias of the norm.
         scale: (B, C), or None for a norm without scale and shift.
         shift: (B, C), or None.
         offset: (B, C), added to x; None for no offset.
-        num_groups: divides C.
+        num_groups: number of groups, which divides C.
         eps: added to the variance.
         silu: whether to apply SiLU.
 
     Returns:
-        (B, C, ...) in dtype and memory format of x; torch's operations return contiguous tensors on
-        CUDA.
+        (B, C, ...) in the dtype and memory format of x. On CUDA, torch's operations return
+        contiguous tensors.
 
-    Source: Wu & He 2018, Eq. 1 and 7; scale and shift as in Nichol & Dhariwal 2021, appendix A.
+    Source: Wu & He 2018, Eq. 1 and 7. Scale and shift are from Nichol & Dhariwal 2021, appendix A.
 
     Example:
         >>> x, weight, bias = torch.randn(2, 8, 4, 4), torch.ones(8), torch.zeros(8)
@@ -80,7 +82,7 @@ def separate_group_norm_silu(
     eps: float,
     silu: bool,
 ) -> Tensor:
-    """`group_norm_silu` by torch's operations, each of which rounds to the dtype of x."""
+    """Compute `group_norm_silu` by torch's operations, each of which rounds to the dtype of x."""
     if offset is not None:
         x = x + _per_channel(offset.to(x.dtype), x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -105,13 +107,13 @@ def _is_transformed(*tensors: Tensor | None) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `fused_norm_triton` supports these."""
+    """Whether `fused_norm_triton` supports this device and dtype."""
     return device.type == "cuda" and dtype != torch.float64 and _import_kernels(device)
 
 
 @cache
 def _import_kernels(device: torch.device) -> bool:
-    """Whether there is Triton, and a GPU with bfloat16."""
+    """Whether Triton is installed, and the GPU supports bfloat16."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:

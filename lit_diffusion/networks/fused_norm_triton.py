@@ -1,13 +1,13 @@
-"""Group norm, scale and shift, and SiLU as one Triton kernel for each direction.
+"""Group norm, scale and shift, and SiLU in one Triton kernel forward and one backward.
 
-Imported by `fused_norm` when a CUDA tensor comes first, as it needs Triton.
+`fused_norm` imports this file when it sees the first CUDA tensor, because the file needs Triton.
 
-A program has all P pixels of an image in some groups of channels, and passes over them twice: for
-sums over pixels, then for the output. The second pass runs backwards and reads mostly from the
-caches, so that device memory is read about once. In channels_last format a program takes 32
-neighbouring channels, since 64 bytes are the smallest unit that memory reads at full speed; in
-contiguous format it takes whole rows. There are no atomics and nothing is tuned at run time, so
-that the same input gives the same bits.
+A program handles all P pixels of an image in some groups of channels. It passes over them twice:
+first for sums over pixels, and then for the output. The second pass runs backwards and mostly reads
+from the caches, so device memory is read about once. In channels_last format a program handles 32
+neighbouring channels, because memory reads units of 64 bytes or more at full speed. In contiguous
+format it handles whole rows. There are no atomics, and nothing is tuned at run time, so the same
+input gives the same bits.
 
 Shapes: x (N, C, P) in either format; mean and rstd (N, G) float32 of G groups.
 """
@@ -23,17 +23,17 @@ from torch import Tensor
 
 from lit_diffusion.networks.fused_norm import separate_group_norm_silu
 
-CHANNELS = 32  # of a program at least, in channels_last format
-ELEMENTS = 4096  # of a tile
+CHANNELS = 32  # minimum per program in channels_last format
+ELEMENTS = 4096  # per tile
 NUM_WARPS = 8
 
 
 class GroupNormSiLU(torch.autograd.Function):
-    """The operation `group_norm_silu`."""
+    """The operation `group_norm_silu` with its derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-        """All arguments of `separate_group_norm_silu`."""
+        """Compute the output; the arguments are those of `separate_group_norm_silu`."""
         y, mean, rstd = torch.ops.lit_diffusion.group_norm_silu.default(x, *arguments)
         ctx.save_for_backward(x, *arguments[:5], mean, rstd)
         ctx.options = arguments[5:]
@@ -58,7 +58,7 @@ def _differentiable_gradients(
     inputs: list[Tensor | None], options: tuple[Any, ...], dy: Tensor
 ) -> list[Tensor | None]:
     """Gradients with a graph, by torch's operations."""
-    # Aliases, since an input may itself be computed from another (a norm that is applied twice).
+    # Aliases, because one input may be computed from another one (a norm that is applied twice).
     inputs = [t if t is None else t.view_as(t) for t in inputs]
     y = separate_group_norm_silu(*inputs, *options)  # type: ignore[arg-type]
     needed = [t for t in inputs if t is not None and t.requires_grad]
@@ -141,7 +141,7 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 
 def _unit_stride(rows: Tensor | None) -> Tensor | None:
-    """(N, C) with neighbouring channels; rows may be apart, as in a chunk, or the same one."""
+    """(N, C) with neighbouring channels; rows may be apart, as in a chunk, or all be the same."""
     return rows if rows is None or rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -150,7 +150,7 @@ def _row_stride(rows: Tensor | None) -> int:
 
 
 def _empty_like_row(rows: Tensor | None, x: Tensor) -> Tensor:
-    """For a gradient (N, C); without elements if there is nothing that it would be of."""
+    """Memory for a gradient (N, C); without elements if `rows` is None."""
     return x.new_empty(0) if rows is None else x.new_empty(rows.shape, dtype=rows.dtype)
 
 
@@ -257,7 +257,7 @@ def _forward_kernel(
     x += image * num_channels * num_pixels
     y += image * num_channels * num_pixels
 
-    # Sums of differences from the mean of the first pixels, which lose no digits to a large mean.
+    # Sums of differences from the mean of the first pixels: a large mean costs no precision.
     at, mask = _tile(
         0, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
     )
@@ -280,7 +280,7 @@ def _forward_kernel(
         added = _load(offset + image * offset_stride, channel, exists)
         channel_mean += added
 
-    # Law of total variance: that inside of channels, plus that of their means.
+    # Law of total variance: the variance within channels, plus the variance of their means.
     group_mean = _sum_groups(channel_mean, GROUPS, GROUP_BLOCK) / GROUP_CHANNELS
     between = tl.where(exists, channel_mean - group_mean, 0.0)
     var = _sum_groups(channel_var + between * between, GROUPS, GROUP_BLOCK) / GROUP_CHANNELS
@@ -411,7 +411,7 @@ def _backward_kernel(
         tl.store(doffset + row, tl.sum(sums, 0), exists)
 
 
-# Operators of torch, so that compiled code, fake tensors and dispatch modes take them as they are.
+# As operators of torch, they work in compiled code, with fake tensors and under dispatch modes.
 _LIBRARY = torch.library.Library("lit_diffusion", "DEF")
 _LIBRARY.define(
     "group_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? scale, Tensor? shift,"

@@ -3,12 +3,12 @@
     patches p x p x C -- bottleneck -- blocks with adaLN-Zero -- patches -- image
 
 The blocks are those of DiT with components of language models: RMSNorm, SwiGLU, QK-norm, rotary
-positions in addition to DiT's fixed ones, and the class also as tokens. A patch of 16 x 16 or
-32 x 32 pixels can have more features than the width of the network. This works because the target
-is the image, which lies near a manifold that the bottleneck can represent; noise does not. So use
-it with `lit_diffusion.parameterizations.Sample`.
+positions in addition to DiT's fixed positions, and class tokens in addition to DiT's class
+embedding. A patch of 16 x 16 or 32 x 32 pixels can have more features than the width of the
+network. This works because the target is the image: images lie near a manifold that the bottleneck
+can represent, but noise does not. Therefore use it with `lit_diffusion.parameterizations.Sample`.
 
-Written from the paper; parameters are named differently from the authors' code,
+This file was written from the paper. Parameters have other names than in the authors' code,
 github.com/LTH14/JiT.
 
 Source: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise" (arXiv 2511.13720),
@@ -51,9 +51,10 @@ from lit_diffusion.protocols import Condition
 def rope_cos_sin(
     side: int, head_dim: int, num_extra: int, device: torch.device | None = None
 ) -> Tensor:
-    """Cosine and sine of the angles by which RoPE rotates pairs of features, for tokens on a grid.
+    """Compute cosines and sines of the angles by which RoPE rotates features of tokens on a grid.
 
-    Half of the pairs have the angles row * 10000^(-4 k / head_dim), the others those of the column.
+    Half of the pairs of features have the angles row * 10000^(-4 k / head_dim). The other half has
+    the same angles with the column instead of the row.
 
     Args:
         side: patches in a row and in a column.
@@ -63,6 +64,10 @@ def rope_cos_sin(
 
     Returns:
         (2, side^2 + num_extra, head_dim / 2) float64.
+
+    Example:
+        >>> rope_cos_sin(side=2, head_dim=8, num_extra=1).shape
+        torch.Size([2, 5, 4])
     """
     k = torch.arange(head_dim // 4, dtype=torch.float64, device=device)
     frequencies = 10_000 ** (-4 * k / head_dim)
@@ -76,10 +81,14 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
     Args:
         x: (..., head_dim).
-        cos_sin: (2, ..., head_dim / 2), broadcast over x; `rope_cos_sin` returns (2, N, ...).
+        cos_sin: (2, ..., head_dim / 2), broadcast over x, from `rope_cos_sin`.
 
     Returns:
         (..., head_dim) in the dtype of x.
+
+    Example:
+        >>> apply_rope(torch.randn(2, 5, 8), rope_cos_sin(side=2, head_dim=8, num_extra=1)).shape
+        torch.Size([2, 5, 8])
     """
     (cos, sin), (a, b) = cos_sin, x.to(cos_sin.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
@@ -107,7 +116,12 @@ class RoPEAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Linear map of silu(gate) * value, with as many parameters as an MLP of width `hidden`."""
+    """Linear map of silu(gate) * value, with as many parameters as an MLP of width `hidden`.
+
+    Example:
+        >>> SwiGLU(width=32, hidden=64)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -121,7 +135,10 @@ class SwiGLU(nn.Module):
 
 
 class JiTBlock(nn.Module):
-    """A transformer block with adaptive RMS norms (adaLN-Zero), initialized as the identity."""
+    """A transformer block with adaptive RMS norms (adaLN-Zero).
+
+    `JiT` initializes it as the identity.
+    """
 
     def __init__(self, width: int, num_heads: int, hidden: int) -> None:
         super().__init__()
@@ -140,7 +157,7 @@ class JiTBlock(nn.Module):
 
 
 class JiT(nn.Module):
-    """Transformer on large patches, embedded through a bottleneck. Outputs zero at initialization.
+    """Transformer on large patches that pass through a bottleneck. Outputs zero at initialization.
 
     | size | width | depth | num_heads | bottleneck | in_context_start |
     |------|-------|-------|-----------|------------|------------------|
@@ -151,9 +168,9 @@ class JiT(nn.Module):
 
     The published models have patch_size=16 at 256 pixels and 32 at 512, with in_context_tokens=32.
 
-    Labels and vectors are added to the embedding of the noise level, and from block
-    `in_context_start` on they are also tokens. Tokens and words are appended to the tokens of the
-    patches.
+    Labels and vectors are added to the embedding of the noise level. From block `in_context_start`
+    on they are also appended as `in_context_tokens` tokens. Tokens and words are appended to the
+    tokens of the patches.
 
     Under autocast the embedding of the noise level and the final layer stay in the dtype of their
     weights.
@@ -168,9 +185,9 @@ class JiT(nn.Module):
         num_heads: attention heads; divides `width`.
         bottleneck: number of features to which a patch is reduced before it becomes a token.
         mlp_ratio: hidden width of an MLP with as many parameters as SwiGLU, in units of `width`.
-        in_context_tokens: number of copies of the embedding of a label or vector, each plus a
-            learned vector, that are appended to the sequence; 0 for none.
-        in_context_start: index of the block before which they are appended.
+        in_context_tokens: number of tokens that are appended for a label or vector; 0 for none.
+            Each is the embedding of the label or vector plus a learned vector.
+        in_context_start: index of the block before which these tokens are appended.
         num_classes: short form of condition=Classes(num_classes).
         condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
         gradient_checkpointing: store only the inputs of each block and compute its activations
@@ -218,7 +235,7 @@ class JiT(nn.Module):
         condition = resolve_condition(condition, num_classes)
         if in_context_tokens and not isinstance(condition, Classes | Vectors):
             raise ValueError(
-                f"in_context_tokens={in_context_tokens} are copies of a label or vector, got "
+                f"in_context_tokens={in_context_tokens} needs a label or vector, got "
                 f"condition={condition}: pass Classes or Vectors, or in_context_tokens=0."
             )
         if in_context_tokens and not 0 <= in_context_start < depth:
@@ -265,8 +282,8 @@ class JiT(nn.Module):
         Args:
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, float32 or float64.
-            condition: of the kind that the network was built for, with a row for each image, such
-                as labels (B,) int64 with -1 for no class; None for no condition in all rows.
+            condition: condition of the images, of the kind that the network was built for. Labels
+                are (B,) int64, with -1 for no class. None means no condition for all images.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
@@ -283,7 +300,7 @@ class JiT(nn.Module):
         x = x + self.pos_embed.to(x.dtype)  # (B, N, D), in the dtype of autocast as in `dit`
         x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
 
-        # Computed in every call, since a buffer would be cast to the dtype of the weights.
+        # Computed in every call, because a buffer would be cast to the dtype of the weights.
         num_extra = x.shape[1] - self.side**2 + self.in_context_tokens
         cos_sin = rope_cos_sin(self.side, self.head_dim, num_extra, x.device)
         cos_sin = cos_sin.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,10 +1,10 @@
-"""Layers that the networks share.
+"""Layers that several networks use.
 
-Shapes: images (B, C, H, W) in either memory format, tokens (B, N, D), masks (B, N) bool, False for
-tokens to ignore.
+Shapes: images are (B, C, H, W) in either memory format, and tokens (B, N, D). Masks are (B, N)
+bool, where False means that a token is ignored.
 
 Precision: a network runs in any dtype and under autocast. Norms, softmax and the sinusoids of the
-noise level are computed in float32 or better, whatever the dtype around them.
+noise level are always computed in float32 or better.
 """
 
 import math
@@ -22,13 +22,14 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
-    """Sinusoids of the noise level l, [cos(f_k l), sin(f_k l)] with f_k = 10000^(-2 k / dim).
+    """Compute sinusoids of the noise level l: [cos(f_k l), sin(f_k l)], f_k = 10000^(-2 k / dim).
 
-    Computed in float64, because errors of float32 frequencies are multiplied by l: at l = 999 they
-    change the output of a network by 4e-6.
+    They are computed in float64, because l multiplies the rounding errors of float32 frequencies.
+    At l = 999 these errors would change the output of a network by 4e-6.
 
     Args:
-        noise_label: (B,) l, integer or real (respaced processes have fractional steps).
+        noise_label: (B,) noise levels l, integer or real (respaced processes have fractional
+            steps).
         dim: number of features, even.
 
     Returns:
@@ -53,7 +54,12 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
 class TimestepMLP(nn.Sequential):
     """Embedding of the noise level: `dim` sinusoids, Linear, SiLU, Linear.
 
-    Stays in the dtype of its weights under autocast, as bfloat16 is too coarse for noise levels.
+    Under autocast it keeps the dtype of its weights, because bfloat16 is too coarse for noise
+    levels.
+
+    Example:
+        >>> TimestepMLP(dim=8, width=32)(torch.tensor([0.0, 999.0])).shape
+        torch.Size([2, 32])
     """
 
     def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
@@ -70,7 +76,12 @@ class TimestepMLP(nn.Sequential):
 
 
 class LayerNorm32(nn.LayerNorm):
-    """Layer normalisation in float32 or better; the result has the input's dtype."""
+    """Layer norm, computed in float32 or better; the result has the input's dtype.
+
+    Example:
+        >>> LayerNorm32(8)(torch.randn(2, 8).bfloat16()).dtype
+        torch.bfloat16
+    """
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., D) -> the same shape."""
@@ -82,9 +93,13 @@ class LayerNorm32(nn.LayerNorm):
 
 
 class RMSNorm32(nn.RMSNorm):
-    """x / rms(x) * weight in float32 or better; the result has the input's dtype.
+    """RMS norm x / rms(x) * weight, computed in float32 or better; keeps the input's dtype.
 
     Source: Zhang & Sennrich 2019, Eq. 4.
+
+    Example:
+        >>> RMSNorm32(2)(torch.tensor([3.0, 3.0])).tolist()
+        [1.0, 1.0]
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,11 +111,11 @@ class RMSNorm32(nn.RMSNorm):
 
 
 def _norm_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of what torch's norm is called with, so that it computes in float32 or better.
+    """Dtype of the input and weights of torch's norm, so that it computes in float32 or better.
 
-    Its CUDA kernels do so for any input, and then need no copy of x in float32. Weights of the norm
-    are rounded to the dtype of x as are those of linear maps under autocast. Compiled code computes
-    in registers, and needs no copies either way.
+    Torch's CUDA kernels compute in float32 for any input, so they need no copy of x in float32. The
+    weights of the norm are then rounded to the dtype of x, like the weights of linear maps under
+    autocast. Compiled code computes in registers and needs no copies in any case.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
         return x.dtype
@@ -110,11 +125,11 @@ def _norm_dtype(x: Tensor) -> torch.dtype:
 def self_attention(
     qkv: Tensor, num_heads: int, *, split_heads_first: bool, mask: Tensor | None = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D / num_heads)) v in every head, by `scaled_dot_product_attention`.
+    """Compute softmax(q k^T / sqrt(D / num_heads)) v in every head.
 
     Args:
         qkv: (B, N, 3 D) queries, keys and values of all heads.
-        num_heads: divides D.
+        num_heads: number of heads, which divides D.
         split_heads_first: order of the 3 D features. True for [head][q, k, v], as in
             improved-diffusion and guided-diffusion; False for [q, k, v][head], as in vision
             transformers and guided-diffusion's "new attention order".
@@ -130,7 +145,7 @@ def self_attention(
         torch.Size([2, 16, 64])
     """
     batch, tokens, _ = qkv.shape
-    # Of unbind, the gradient is one copy into the layout of qkv.
+    # The gradient of unbind is one copy into the layout of qkv.
     if split_heads_first:
         parts = qkv.reshape(batch, tokens, num_heads, 3, -1).unbind(3)
     else:
@@ -142,7 +157,12 @@ def self_attention(
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; qkv features are in the order [q, k, v][head]."""
+    """Multi-head self-attention; the qkv features have the order [q, k, v][head].
+
+    Example:
+        >>> Attention(width=32, num_heads=2)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
 
     def __init__(self, width: int, num_heads: int, qkv_bias: bool = True) -> None:
         super().__init__()
@@ -157,7 +177,12 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, GELU, Linear; `approximate` is "none" or "tanh", as in `torch.nn.GELU`."""
+    """Linear, GELU, Linear; `approximate` is "none" or "tanh", as in `torch.nn.GELU`.
+
+    Example:
+        >>> MLP(width=32, hidden=64)(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
 
     def __init__(self, width: int, hidden: int, approximate: str = "none") -> None:
         super().__init__()
@@ -170,7 +195,9 @@ class MLP(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Adaptive norm by c and a linear map, in the dtype of its weights under autocast.
+    """Adaptive norm and a linear map; under autocast they keep the dtype of their weights.
+
+    The embedding c of noise level and condition gives the shift and scale of the norm.
 
     Source: Peebles & Xie 2022 (DiT), section 3.2.
     """
@@ -190,12 +217,22 @@ class FinalLayer(nn.Module):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x (1 + scale) + shift."""
+    """Compute x (1 + scale) + shift.
+
+    Example:
+        >>> modulate(torch.ones(1), shift=torch.tensor(0.5), scale=torch.tensor(2.0))
+        tensor([3.5000])
+    """
     return x * (1 + scale) + shift
 
 
 class PatchEmbed(nn.Module):
-    """Patch embedding: a convolution with stride p, tokens row by row."""
+    """Patch embedding: a convolution with stride p, whose tokens are in the order of rows.
+
+    Example:
+        >>> PatchEmbed(in_channels=3, width=32, patch_size=4)(torch.randn(2, 3, 8, 8)).shape
+        torch.Size([2, 4, 32])
+    """
 
     def __init__(self, in_channels: int, width: int, patch_size: int) -> None:
         super().__init__()
@@ -203,32 +240,59 @@ class PatchEmbed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, D) with N = H W / p^2."""
-        # Contiguous, since all residual sums would inherit the layout of these tokens.
+        # Contiguous, because all residual sums inherit the layout of these tokens.
         return cast(Tensor, self.proj(x)).flatten(2).transpose(1, 2).contiguous()
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
-    """(B, C, H, W) -> (B, N, p p C), the features of a patch in order (row, column, channel)."""
+    """Split images (B, C, H, W) into patches (B, N, p p C).
+
+    The features of a patch have the order (row, column, channel).
+
+    Example:
+        >>> patchify(torch.randn(2, 3, 8, 8), patch_size=4).shape
+        torch.Size([2, 4, 48])
+    """
     x = torch.unflatten(torch.unflatten(x, 3, (-1, patch_size)), 2, (-1, patch_size))
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # of (B, C, H/p, p, W/p, p)
 
 
 def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
-    """(B, N, p p C) -> images (B, C, H, W) of side x side patches, the inverse of `patchify`."""
+    """Join patches (B, N, p p C) to images (B, C, H, W), the inverse of `patchify`.
+
+    Args:
+        tokens: (B, side^2, p p C).
+        side: number of patches in a row and in a column.
+        patch_size: p.
+
+    Example:
+        >>> images = torch.randn(2, 3, 8, 8)
+        >>> torch.equal(unpatchify(patchify(images, 4), side=2, patch_size=4), images)
+        True
+    """
     x = tokens.reshape(len(tokens), side, side, patch_size, patch_size, -1)
     return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
 
 
 def grid_positions(side: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Row and column, (N,) int64 each, of the N = side^2 patches of a square image."""
+    """Row and column, (N,) int64 each, of the N = side^2 patches of a square image.
+
+    Example:
+        >>> grid_positions(2)
+        (tensor([0, 0, 1, 1]), tensor([0, 1, 0, 1]))
+    """
     position = torch.arange(side * side, device=device)
     return position // side, position % side
 
 
 def sincos_2d(side: int, width: int) -> Tensor:
-    """Fixed position embeddings (1, side^2, width): sinusoids of the column, then of the row.
+    """Compute fixed position embeddings (1, side^2, width): sinusoids of the column, then the row.
 
-    Source: He et al. 2022 (MAE), appendix A.1, in which columns are first as well.
+    Source: He et al. 2022 (MAE), appendix A.1. The authors' code also has columns first.
+
+    Example:
+        >>> sincos_2d(side=2, width=8).shape
+        torch.Size([1, 4, 8])
     """
     row, column = grid_positions(side)
     halves = [timestep_embedding(p, width // 2).roll(width // 4, 1) for p in (column, row)]
@@ -236,12 +300,12 @@ def sincos_2d(side: int, width: int) -> Tensor:
 
 
 class Patched(nn.Module):
-    """Any network applied to images rearranged by pixel unshuffle, which saves compute.
+    """Another network, applied to images whose patches are moved into channels, to save compute.
 
     Args:
-        network: `forward(x, noise_label, condition)` for images (B, size^2 C, H / size, W / size),
-            with as many output channels, or twice as many.
-        size: height and width of a patch; divides height and width of the images.
+        network: network for images (B, size^2 C, H / size, W / size). It has as many output
+            channels as input channels, or twice as many.
+        size: height and width of a patch, which divides height and width of the images.
 
     Source: Shi et al. 2016 (arXiv 1609.05158), section 3.2, for the order of pixels.
 
@@ -263,8 +327,8 @@ class Patched(nn.Module):
         """Images (B, C, H, W), noise labels (B,), condition -> (B, C or 2 C, H, W)."""
         if x.shape[2] % self.size or x.shape[3] % self.size:
             raise ValueError(
-                f"Patched of size {self.size} needs height and width divisible by it, got images "
-                f"of shape {tuple(x.shape)}: resize them, or choose another size."
+                f"Patched(size={self.size}) needs height and width divisible by {self.size}, got "
+                f"images of shape {tuple(x.shape)}: resize them, or choose another size."
             )
         patches = F.pixel_unshuffle(x, self.size)  # (B, size^2 C, H / size, W / size)
         return F.pixel_shuffle(self.network(patches, noise_label, condition), self.size)
@@ -275,6 +339,10 @@ def zero_(module: _Module) -> _Module:
     """Set all parameters to 0 and return the module.
 
     A residual block whose last layer is zero is the identity at initialization.
+
+    Example:
+        >>> zero_(nn.Linear(2, 1)).weight.tolist()
+        [[0.0, 0.0]]
     """
     for parameter in module.parameters():
         parameter.zero_()
@@ -283,7 +351,14 @@ def zero_(module: _Module) -> _Module:
 
 @torch.no_grad()
 def xavier_uniform_(network: nn.Module) -> None:
-    """Xavier-uniform weights and zero biases in all linear maps and convolutions."""
+    """Initialize all linear maps and convolutions: Xavier-uniform weights and zero biases.
+
+    Example:
+        >>> linear = nn.Linear(2, 1)
+        >>> xavier_uniform_(linear)
+        >>> linear.bias.tolist()
+        [0.0]
+    """
     for module in network.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(module.weight.flatten(1))
@@ -292,14 +367,25 @@ def xavier_uniform_(network: nn.Module) -> None:
 
 
 def maybe_checkpoint(block: nn.Module, *inputs: Tensor | None, enabled: bool) -> Tensor:
-    """block(*inputs); if enabled, with gradient checkpointing."""
+    """Compute block(*inputs), with gradient checkpointing if enabled.
+
+    Example:
+        >>> maybe_checkpoint(nn.Identity(), torch.ones(2), enabled=False)
+        tensor([1., 1.])
+    """
     if not enabled:
         return cast(Tensor, block(*inputs))
     return cast(Tensor, checkpoint(block, *inputs, use_reentrant=False))
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Context in which operations on the device of `x` keep the dtype of their inputs."""
+    """Context without autocast on the device of `x`: operations keep the dtype of their inputs.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16), no_autocast(torch.ones(1)):
+        ...     nn.Linear(2, 1)(torch.ones(2)).dtype
+        torch.float32
+    """
     if x.is_meta:  # has no autocast; torch 2.11 does not compile `is_autocast_available`
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
@@ -310,7 +396,10 @@ def check_sizes(
 ) -> None:
     """Raise ValueError if sizes of a transformer do not fit together, or are far too large.
 
-    `others` are sizes that must be positive.
+    `others` are further sizes by name, which must be positive.
+
+    Example:
+        >>> check_sizes(image_size=8, patch_size=2, width=32, depth=2, num_heads=2, mlp_ratio=4.0)
     """
     check_positive(image_size=image_size, width=width, depth=depth, **others)
     if width > 10**5 or depth > 1000 or image_size > 10**5:
@@ -330,7 +419,11 @@ def check_sizes(
 
 
 def check_image_size(x: Tensor, image_size: int, network: str) -> None:
-    """Raise ValueError unless the images x (B, C, H, W) are image_size x image_size."""
+    """Raise ValueError unless the images x (B, C, H, W) are image_size x image_size.
+
+    Example:
+        >>> check_image_size(torch.zeros(2, 3, 8, 8), image_size=8, network="DiT")
+    """
     if x.shape[2:] != (image_size, image_size):
         raise ValueError(
             f"{network}(image_size={image_size}) got images of shape {tuple(x.shape)}: resize "

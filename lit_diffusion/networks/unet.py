@@ -5,9 +5,10 @@
          attention), then down                          attention), then up
               +----------------------- middle_block ------------------------+
 
-Names and shapes of the parameters are those of the two repositories: their checkpoints load with
+Parameters have the names and shapes of the two repositories, so their checkpoints load with
 `load_state_dict`. Their `attention_resolutions` "16,8" at `image_size` 32 are
-`attention_downsample=(2, 4)` here, and `use_new_attention_order` is `split_heads_first=False`.
+`attention_downsample=(2, 4)` here, and their `use_new_attention_order` is
+`split_heads_first=False`.
 
 Shapes: images (B, C, H, W), embedding of noise level and condition (B, E), tokens of a condition
 (B, L, E) with their mask (B, L).
@@ -48,11 +49,15 @@ from lit_diffusion.protocols import Condition, check_positive
 
 
 class GroupNorm32(nn.GroupNorm):
-    """Group norm, then maybe scale and shift, then maybe SiLU: see `fused_norm`.
+    """Group norm, with optional scale and shift and optional SiLU; see `fused_norm`.
 
-    Statistics are in float32 or better; the result has the input's dtype.
+    Statistics are computed in float32 or better. The result has the input's dtype.
 
     Source: Wu & He 2018, Eq. 1 and 7, with eps = 1e-5.
+
+    Example:
+        >>> GroupNorm32(64)(torch.randn(2, 64, 8, 8), silu=True).shape
+        torch.Size([2, 64, 8, 8])
     """
 
     def __init__(self, channels: int, groups: int = 32) -> None:
@@ -79,7 +84,12 @@ class GroupNorm32(nn.GroupNorm):
 
 
 class PointwiseLinear(nn.Conv1d):
-    """A linear map of tokens, with the weight of a 1x1 convolution as in published U-Nets."""
+    """A linear map of tokens, whose weight is that of a 1x1 convolution, as in published U-Nets.
+
+    Example:
+        >>> PointwiseLinear(8, 4)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 5, 4])
+    """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=1)
@@ -90,21 +100,35 @@ class PointwiseLinear(nn.Conv1d):
 
 
 class Conv3x3(nn.Conv2d):
-    """A 3x3 convolution that keeps height and width."""
+    """A 3x3 convolution that keeps height and width.
+
+    Example:
+        >>> Conv3x3(3, 8)(torch.randn(2, 3, 16, 16)).shape
+        torch.Size([2, 8, 16, 16])
+    """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=3, padding=1)
 
     def forward(self, input: Tensor, add_bias: bool = True) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, H, W); a norm after it may add the bias."""
+        """(B, in_channels, H, W) -> (B, out_channels, H, W), without the bias if not `add_bias`."""
         return F.conv2d(input, self.weight, self.bias if add_bias else None, padding=1)
 
 
 def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """conv(x) and None; on CUDA, conv(x) without its bias, and the bias (B, out_channels).
+    """Compute conv(x), on CUDA without its bias, which is returned for the next norm to add.
 
-    The norm that follows adds it in passing, and has its gradient from sums that it computes
-    anyway: two passes less over the images.
+    This saves two passes over the images, because the norm adds the bias while it reads them, and
+    gets the gradient of the bias from sums that it computes anyway.
+
+    Returns:
+        On CUDA, the output without bias, and the bias (B, out_channels). Elsewhere, conv(x) and
+        None.
+
+    Example:
+        >>> output, bias = conv_and_bias(Conv3x3(3, 8), torch.randn(2, 3, 16, 16))
+        >>> output.shape, bias
+        (torch.Size([2, 8, 16, 16]), None)
     """
     if not x.is_cuda or not isinstance(conv, Conv3x3) or conv.bias is None:
         return conv(x), None
@@ -112,11 +136,11 @@ def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class ResBlock(nn.Module):
-    """x + conv(norm(conv(norm(x)))), with the embedding applied between the two convolutions.
+    """Residual block x + conv(norm(conv(norm(x)))), with an embedding between the convolutions.
 
-    With `scale_shift_norm` the embedding gives scale and shift of the second norm (adaptive group
-    norm); otherwise it is added before that norm. `resample` changes the resolution of x, and that
-    of the residual branch before its first convolution.
+    With `scale_shift_norm` the embedding gives the scale and shift of the second norm (adaptive
+    group norm). Otherwise it is added before that norm. `resample` changes the resolution of x, and
+    the resolution of the residual branch before its first convolution.
     """
 
     def __init__(
@@ -167,7 +191,7 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """x + self-attention among all pixels of norm(x).
+    """Residual block x + attention(norm(x)), with self-attention among all pixels.
 
     Source: Ho et al. 2020, appendix B.
     """
@@ -191,7 +215,7 @@ class AttentionBlock(nn.Module):
 
 
 class CrossAttentionBlock(nn.Module):
-    """x + attention of all pixels of norm(x) to the tokens of a condition.
+    """Residual block x + attention(norm(x)), from all pixels to the tokens of a condition.
 
     Source: Rombach et al. 2022 (latent diffusion), section 3.3.
     """
@@ -220,6 +244,11 @@ class AttentionPool(nn.Module):
     """Attention pooling: one vector per image, with the mean of all pixels as the query.
 
     Source: Radford et al. 2021 (CLIP), section 2.4.
+
+    Example:
+        >>> pool = AttentionPool(8, channels=32, num_heads=2, out_channels=10)
+        >>> pool(torch.randn(2, 32, 8, 8)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, image_size: int, channels: int, num_heads: int, out_channels: int) -> None:
@@ -240,7 +269,7 @@ class AttentionPool(nn.Module):
 
 
 class ConditionedSequential(nn.ModuleList):
-    """Sequential layers. ResBlocks also get the embedding, cross-attention the tokens and mask."""
+    """Sequential layers, of which ResBlocks get the embedding, and cross-attention the tokens."""
 
     def forward(
         self, x: Tensor, emb: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None
@@ -257,10 +286,14 @@ class ConditionedSequential(nn.ModuleList):
 
 
 class ZeroNullLabelEmbedding(LabelEmbedding):
-    """A learned row per class, and zeros for no class.
+    """Embedding of labels: a learned vector for each class, and zeros for no class.
 
-    A learned null row would not be more expressive, because the last bias of `time_embed` is
-    already added for all classes. Without it, the state_dict is the published one.
+    A learned vector for no class would not be more expressive, because the last bias of
+    `time_embed` is added in any case. Without it, the state_dict has the published keys.
+
+    Example:
+        >>> ZeroNullLabelEmbedding(10, width=4)(torch.tensor([-1])).vector.tolist()
+        [[0.0, 0.0, 0.0, 0.0]]
     """
 
     def __init__(self, num_classes: int, width: int) -> None:
@@ -276,7 +309,7 @@ class ZeroNullLabelEmbedding(LabelEmbedding):
 class _Encoder(nn.Module):
     """Embedding of the noise level, encoder and middle block, shared by the networks below.
 
-    Arguments are those of `UNet`; `cross_attention` is for a condition of tokens or words.
+    The arguments are those of `UNet`. `cross_attention` is for a condition of tokens or words.
     """
 
     out: nn.Sequential
@@ -410,12 +443,11 @@ class _Encoder(nn.Module):
 class UNet(_Encoder):
     """Diffusion U-Net of the improved-diffusion and guided-diffusion family.
 
-    Outputs zero at initialization.
+    It outputs zero at initialization. Labels and vectors are added to the embedding of the noise
+    level; a label of -1 (no class) adds zero. If the condition has tokens or words, every level
+    with self-attention also has cross-attention to them.
 
-    Labels and vectors are added to the embedding of the noise level; a label of -1 (no class) adds
-    zero. Every level with attention also has cross-attention to tokens and words.
-
-    Under autocast the noise embedding and the output layers stay in the dtype of their weights, as
+    Under autocast the noise embedding and the output layers keep the dtype of their weights, as
     in guided-diffusion's half-precision mode.
 
     Args:
@@ -434,11 +466,11 @@ class UNet(_Encoder):
         dropout: probability in every ResBlock.
         num_classes: short form of condition=Classes(num_classes).
         condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
-        scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock, or
-            is added before it.
+        scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock. If
+            not, it is added before that norm.
         resblock_updown: whether ResBlocks change the resolution, instead of plain convolutions.
         split_heads_first: order of the qkv features in a checkpoint: True for [head][q, k, v],
-            False for [q, k, v][head]. For training from scratch it does not matter.
+            False for [q, k, v][head]. It does not matter if you train from scratch.
         norm_groups: groups of every group norm, a divisor of all widths; 32 in published models.
             Groups of a single channel are slow on a CPU in channels_last format.
         gradient_checkpointing: store only the inputs of each block and compute its activations
@@ -526,10 +558,10 @@ class UNet(_Encoder):
 
         Args:
             x: (B, in_channels, H, W); H and W divisible by 2^(levels - 1).
-            noise_label: (B,) noise labels of the process, such as steps, possibly fractional; in
-                float32 or float64 whatever the dtype of x, since bfloat16 can't represent 999.
-            condition: of the kind that the network was built for, with a row for each image, such
-                as labels (B,) int64 with -1 for no class; None for no condition in all rows.
+            noise_label: (B,) noise labels of the process, such as steps, possibly fractional. They
+                are float32 or float64 for every dtype of x, because bfloat16 can't represent 999.
+            condition: condition of the images, of the kind that the network was built for. Labels
+                are (B,) int64, with -1 for no class. None means no condition for all images.
 
         Returns:
             (B, out_channels, H, W) in the dtype of the weights.
@@ -553,7 +585,7 @@ class UNet(_Encoder):
 class EncoderUNet(_Encoder):
     """Classifier of noisy images: the encoder of the U-Net, then attention pooling.
 
-    This is guided-diffusion's `EncoderUNetModel` with pool="attention", as its classifiers use it.
+    This is guided-diffusion's `EncoderUNetModel` with pool="attention", which its classifiers use.
 
     Args:
         image_size: height and width of x. The pooling has a parameter per position.
@@ -566,11 +598,11 @@ class EncoderUNet(_Encoder):
             middle block always has attention.
         head_channels: channels of a head, in the blocks and in the pooling.
         dropout: probability in every ResBlock.
-        scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock, or
-            is added before it.
+        scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock. If
+            not, it is added before that norm.
         resblock_updown: whether ResBlocks reduce the resolution, instead of plain convolutions.
         split_heads_first: order of the qkv features in the blocks: True for [head][q, k, v], False
-            for [q, k, v][head]. The pooling always has the latter.
+            for [q, k, v][head]. The pooling always has [q, k, v][head].
 
     Raises:
         ValueError: for sizes that do not fit together.
@@ -627,10 +659,19 @@ class EncoderUNet(_Encoder):
 
 
 def heads_for(channels: int, num_heads: int, head_channels: int | None) -> int:
-    """Number of attention heads in a block of this many channels.
+    """Number of attention heads in a block with this many channels.
+
+    Args:
+        channels: channels of the block.
+        num_heads: number of heads, if `head_channels` is None.
+        head_channels: channels of a head; None uses `num_heads`.
 
     Raises:
-        ValueError: if the channels cannot be divided among them.
+        ValueError: if the channels cannot be divided among the heads.
+
+    Example:
+        >>> heads_for(128, num_heads=4, head_channels=None), heads_for(128, 4, head_channels=64)
+        (4, 2)
     """
     name, divisor = "num_heads", num_heads
     if head_channels is not None:

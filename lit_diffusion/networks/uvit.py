@@ -3,9 +3,9 @@
     [condition][noise level][patches] -- in_blocks -- mid_block -- out_blocks -- patches -- out
                                              +-------- skips --------+
 
-Names and shapes of the parameters are those of the authors' repository: their checkpoints load with
-`load_state_dict`. If their configuration drops labels, its num_classes counts the null class: 1001
-there is num_classes=1000 here.
+Parameters have the names and shapes of the authors' repository, so their checkpoints load with
+`load_state_dict`. If the authors' configuration drops labels, its num_classes includes the null
+class: their 1001 is num_classes=1000 here.
 
 Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Models" (arXiv
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.
@@ -41,7 +41,13 @@ from lit_diffusion.protocols import Condition
 
 
 class UViTBlock(nn.Module):
-    """A pre-norm transformer block; in the decoder (skip=True) it merges a long skip first."""
+    """A pre-norm transformer block; in the decoder (skip=True) it first merges a long skip.
+
+    Example:
+        >>> block = UViTBlock(width=32, num_heads=2, hidden=64, qkv_bias=True)
+        >>> block(torch.randn(2, 5, 32), mask=None).shape
+        torch.Size([2, 5, 32])
+    """
 
     def __init__(
         self, width: int, num_heads: int, hidden: int, qkv_bias: bool, skip: bool = False
@@ -74,9 +80,9 @@ class UViT(nn.Module):
     on latents 4x64x64, and H/2 on latents 4x32x32. They take continuous noise levels from 0 to 999.
     Those of size H have final_conv=False and take steps from 1 to 1000 instead.
 
-    A label or vector is a token at the front; tokens and words are appended to the sequence.
+    A label or vector becomes the first token. Tokens and words are appended to the sequence.
 
-    Under autocast the output layers and norms stay in the dtype of their weights.
+    Under autocast the output layers and norms keep the dtype of their weights.
 
     Args:
         image_size: height and width of x.
@@ -129,7 +135,9 @@ class UViT(nn.Module):
         others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
         check_sizes(image_size, patch_size, width, depth, num_heads, **others)
         if depth % 2:
-            raise ValueError(f"depth must be even, as each block has a skip, got {depth}.")
+            raise ValueError(
+                f"depth must be even, because blocks are paired by skips, got {depth}."
+            )
         condition = resolve_condition(condition, num_classes)
         self.in_channels = in_channels
         self.num_classes = getattr(condition, "num_classes", None)
@@ -171,8 +179,8 @@ class UViT(nn.Module):
         Args:
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, float32 or float64.
-            condition: of the kind that the network was built for, with a row for each image, such
-                as labels (B,) int64 with -1 for no class; None for no condition in all rows.
+            condition: condition of the images, of the kind that the network was built for. Labels
+                are (B,) int64, with -1 for no class. None means no condition for all images.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.

@@ -54,7 +54,7 @@ def test_levels_are_not_raised_beyond_the_noisiest_step():
 def test_heun_is_refused_where_the_image_is_lost():
     process = EndsInNoise()
     for times in (Sections(), Karras()):
-        with pytest.raises(ValueError, match=r"needs alpha > 0, which .* use LogSNR\(noisiest=-10"):
+        with pytest.raises(ValueError, match=r"needs alpha > 0, but .* use LogSNR\(noisiest=-10"):
             Heun(5, times).check(process)
     with pytest.raises(ValueError, match="times that do not fall"):
         Heun(5, Karras(math.inf)).check(COSINE)

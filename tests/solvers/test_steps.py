@@ -281,7 +281,7 @@ def test_steps_orders_and_noise_without_meaning_are_refused(solver, changes, mes
 @pytest.mark.parametrize("solver", [UniPC(9, Even()), DPMSolverPP2S(9, Even())], ids=repr)
 def test_solvers_that_need_signal_are_refused_on_pure_noise(solver):
     for process in (LinearFlow(), EndsInNoise()):
-        with pytest.raises(ValueError, match=r"needs alpha > 0, which .* LogSNR\(noisiest=-10\)"):
+        with pytest.raises(ValueError, match=r"needs alpha > 0, but .* LogSNR\(noisiest=-10\)"):
             solver.check(process)
 
 
