@@ -135,9 +135,7 @@ class UViT(nn.Module):
         others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
         check_sizes(image_size, patch_size, width, depth, num_heads, **others)
         if depth % 2:
-            raise ValueError(
-                f"depth must be even, because blocks are paired by skips, got {depth}."
-            )
+            raise ValueError(f"depth must be even, because skips connect pairs, got {depth}.")
         condition = resolve_condition(condition, num_classes)
         self.in_channels = in_channels
         self.num_classes = getattr(condition, "num_classes", None)
