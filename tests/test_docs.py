@@ -121,7 +121,7 @@ ELSEWHERE = {
     "migration.md-0": "parsed below",
     "migration.md-1": "parsed below",
     "migration.md-2": "parsed below",
-    "methods.md-1": "sbatch; test_sweep.py runs the lines that --print gives",
+    "compare.md-1": "sbatch; test_sweep.py runs the lines that --print gives",
 }
 
 
@@ -180,7 +180,7 @@ def run_commands(page: str) -> None:
         "runs.md",
         "gpu.md",
         "fine-tune.md",
-        pytest.param("methods.md", marks=pytest.mark.rare),  # sweeps as README.md does
+        pytest.param("compare.md", marks=pytest.mark.rare),  # sweeps as README.md does
         "evaluation.md",
         "interchange.md",
         "analysis.md",

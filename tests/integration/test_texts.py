@@ -35,7 +35,7 @@ KINDS = {
         Embeddings((6,), (EXAMPLES[0][:, 0], EXAMPLES[1][:, 0])),
     ),
 }
-PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "concepts" / "condition.md").read_text()
 
 
 def with_texts(takes, conditioning, **changes):
