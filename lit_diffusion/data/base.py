@@ -1,4 +1,4 @@
-"""Base class of the data modules. Batches are functions of (seed, epoch, index)."""
+"""Base class of the data modules, whose batches are functions of (seed, epoch, index)."""
 
 import hashlib
 import sys
@@ -34,23 +34,35 @@ Split: TypeAlias = Literal["train", "val", "test"]
 class ImageDataModule(LightningDataModule):
     """Base class of the data modules. A subclass describes its images and loads a split.
 
-    The order of training batches is a function of (seed, epoch); an incomplete last batch is
-    dropped. A run resumed in the middle of an epoch continues there, even with a different batch
-    size or number of processes. Validation and testing visit every image once, on any number of
-    processes. Prediction yields (seeds (B,), labels (B,)), both int64, of images to generate.
+    The order of training batches is a function of (seed, epoch). An incomplete last batch is
+    dropped. A run that is resumed in the middle of an epoch continues there, even with another
+    batch size or number of processes. Validation and testing visit every image once, on any number
+    of processes. Prediction yields (seeds (B,), labels (B,)), both int64, of images to generate.
 
     Args:
         batch_size: images per batch and process, >= 1. Validation on several processes may use a
-            slightly larger one (`even_batch_size`).
-        num_workers: DataLoader workers per process. None means 0 for data in memory, and as many
-            as the CPU affinity allows for files.
-        num_predict: number of images to generate in prediction, >= 1, from seeds 0, 1, .... Seed s
-            has label s mod num_classes, or -1 without labels.
+            slightly larger batch size (`even_batch_size`).
+        num_workers: DataLoader workers per process. None means 0 for data in memory. For files it
+            means the number of cores that the CPU affinity allows.
+        num_predict: number of images to generate in prediction, >= 1. Their seeds are 0, 1, and so
+            on. Seed s has label s mod num_classes, or -1 if there are no labels.
         seed: seed of the training order and augmentation. None means the run's seed
-            (`seed_everything`), or 0 without one. Splits and validation do not depend on it.
+            (`seed_everything`), or 0 if there is none. Splits and validation do not depend on it.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: if a number is out of its range.
+
+    Example:
+        >>> from lit_diffusion.data.datasets import TensorImages
+        >>> class Noise(ImageDataModule):
+        ...     image_shape, class_names = (3, 8, 8), ()
+        ...
+        ...     def load(self, split):
+        ...         images = torch.randint(256, (100, 3, 8, 8), dtype=torch.uint8)
+        ...         return TensorImages(images, labels=torch.full((100,), -1))
+        >>> images, labels, index = next(iter(Noise(batch_size=4).val_dataloader()))
+        >>> images.shape, labels.tolist()
+        (torch.Size([4, 3, 8, 8]), [-1, -1, -1, -1])
     """
 
     tests_on: Literal["val", "test"] = "val"
@@ -94,10 +106,10 @@ class ImageDataModule(LightningDataModule):
         """Open a split, without augmentation."""
 
     def check(self) -> None:
-        """Download or verify the files, or raise an error that says why not. Runs once per node."""
+        """Download or verify the files, or raise an error with the reason. Runs once per node."""
 
     def pending_setup(self) -> str | None:
-        """What `check` would still download or unpack, as a clause; None if nothing is pending."""
+        """A clause that names what `check` will download or unpack; None if there is nothing."""
         return None
 
     def default_workers(self) -> int:
@@ -120,7 +132,8 @@ class ImageDataModule(LightningDataModule):
     def in_order(self, split: Split, num_replicas: int = 1, rank: int = 0) -> "DataLoader[Batch]":
         """Loader that visits every image of a split once, in order and without augmentation.
 
-        The images are divided over `num_replicas` processes, which all get equally many batches.
+        The images are divided over `num_replicas` processes, each of which gets the same number of
+        batches.
         """
         dataset = self.dataset(split)
         batch_size = even_batch_size(len(dataset), num_replicas, self.batch_size)
@@ -145,7 +158,7 @@ class ImageDataModule(LightningDataModule):
     # Hooks of the Trainer
 
     def prepare_data(self) -> None:
-        """Check the data. Prediction only generates images, so it needs none."""
+        """Check the data, except for prediction, which only generates images."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.PREDICTING:
             self.check()
 
@@ -183,7 +196,7 @@ class ImageDataModule(LightningDataModule):
         return self.in_order(self.tests_on, *self._replicas_and_rank())
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """(seeds, labels) of the images to generate; Lightning distributes them without repeats."""
+        """Batches (seeds, labels) of the images to generate, each on exactly one process."""
         num_replicas, _ = self._replicas_and_rank()
         require_at_least(num_replicas, num_predict=self.num_predict)  # each process needs one
         seeds = torch.arange(self.num_predict)
@@ -193,7 +206,7 @@ class ImageDataModule(LightningDataModule):
         return DataLoader(StackDataset(*parts), batch_size=self.batch_size)
 
     def condition_of(self, seeds: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Labels (B,) int64, or another condition, of the images generated from seeds (B,)."""
+        """Labels (B,) int64, or another condition, of images to generate from seeds (B,)."""
         if not self.num_classes:
             return torch.full_like(seeds, -1)
         return torch.tensor(classes_of(seeds.tolist(), self.num_classes))
@@ -236,30 +249,41 @@ class ImageDataModule(LightningDataModule):
 
 
 def identity_collate(batch: Any) -> Any:
-    """Collate function for datasets whose items are whole batches."""
+    """Collate function for datasets whose items are whole batches: returns its argument.
+
+    Example:
+        >>> identity_collate([1, 2])
+        [1, 2]
+    """
     return batch
 
 
 def split_rows(
     split: Split, keys: Sequence[int] | Sequence[str], num_val: int, source: object
 ) -> Tensor:
-    """Sorted indices (n,) int64 of the images in a split, where `num_val` images are held out.
-
-    The images with the smallest hash `fold("held out", key)` are held out.
+    """Split images: the `num_val` ones with the smallest hash `fold("held out", key)` are held out.
 
     Args:
-        split: "val" for the held-out images; otherwise all others.
+        split: "val" for the held-out images, else all others.
         keys: one key per image, such as its index or name.
         num_val: number of images to hold out.
-        source: where the images are from, for the error message.
+        source: origin of the images, for the error message.
+
+    Returns:
+        (n,) int64, the sorted indices of the images in the split.
 
     Raises:
         ValueError: unless 0 < `num_val` < the number of images.
+
+    Example:
+        >>> val, train = (split_rows(split, range(10), 3, "a set") for split in ("val", "train"))
+        >>> len(val), torch.cat([val, train]).sort().values.tolist() == [*range(10)]
+        (3, True)
     """
     if not 0 < num_val < len(keys):
         raise ValueError(
-            f"val={num_val} images cannot be held out of the {len(keys)} in {source}: choose from "
-            f"1 to {len(keys) - 1}."
+            f"val={num_val} images cannot be held out of the {len(keys)} in {source}: choose a "
+            f"number from 1 to {len(keys) - 1}."
         )
     hashes = (fold("held out", key) for key in keys)
     order = torch.from_numpy(np.fromiter(hashes, np.int64, len(keys))).argsort()
@@ -267,7 +291,11 @@ def split_rows(
 
 
 def require_at_least(least: int, **values: int) -> None:
-    """Raise ValueError if one of the values, passed by name, is below `least`, or above 64 bits."""
+    """Raise ValueError if a value, passed by its name, is below `least` or exceeds 64 bits.
+
+    Example:
+        >>> require_at_least(1, batch_size=32)
+    """
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} must be >= {least}, got {value}.")

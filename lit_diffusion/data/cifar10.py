@@ -1,4 +1,4 @@
-"""CIFAR-10, in memory."""
+"""CIFAR-10, loaded into memory."""
 
 import fcntl
 from contextlib import suppress
@@ -15,21 +15,27 @@ from lit_diffusion.files import check_regular
 
 
 class CIFAR10(ImageDataModule):
-    """50,000 training and 10,000 held-out colour images of 32x32 pixels in ten classes.
+    """CIFAR-10: 50,000 training and 10,000 held-out colour images of 32x32 pixels, in ten classes.
 
-    Missing files are downloaded; without a network they must be in `root`. Every file is checked
-    against its published MD5 before it is opened.
+    Missing files are downloaded. If there is no network, put them into `root`. Every file is
+    checked against its published MD5 before it is opened.
 
     Args:
-        root: folder that holds, or will receive, `cifar-10-batches-py` or `cifar-10-python.tar.gz`.
+        root: folder of `cifar-10-batches-py` or `cifar-10-python.tar.gz`, to which missing files
+            are downloaded.
         flip: whether training images are mirrored with probability 1/2, anew in every epoch.
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+        **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If files are missing or damaged and cannot be downloaded. The message
-            names them and where to put them.
+        FileNotFoundError: if files are missing or damaged and cannot be downloaded. The message
+            names the files and their folder.
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
+
+    Example:
+        >>> data = CIFAR10(root="data", flip=True, batch_size=128)
+        >>> data.image_shape, data.num_classes
+        ((3, 32, 32), 10)
     """
 
     image_shape = (3, 32, 32)
@@ -46,7 +52,7 @@ class CIFAR10(ImageDataModule):
         self.flip = flip
 
     def check(self) -> None:
-        """Download missing files. Of processes that start at once, one does; the others wait."""
+        """Download missing files. Of several processes, one downloads and the others wait."""
         if not self._faults():
             return
         try:
@@ -62,7 +68,7 @@ class CIFAR10(ImageDataModule):
             raise self._missing_files_error(f"could not be downloaded ({error})") from error
 
     def pending_setup(self) -> str | None:
-        """What is pending: unpacking or downloading the archive; None if nothing is."""
+        """A clause for a pending download or unpacking of the archive; None if there is none."""
         if not self._faults():
             return None
         archive = self.root / self.source.filename

@@ -1,7 +1,7 @@
 """Square crops of images of any size, for the data modules that decode images.
 
-Crops are made as in the reference implementation of ADM. A box filter halves the image while the
-shorter side is at least twice the target; a bicubic filter then resizes it to the exact size. FID
+Crops are made as in the reference implementation of ADM. A box filter halves the image while its
+shorter side is at least twice the target. A bicubic filter then resizes it to the exact size. FID
 depends on this resize. As in the reference, EXIF orientation is ignored.
 
 Source: guided_diffusion/image_datasets.py (`center_crop_arr`, `random_crop_arr`) of
@@ -31,7 +31,12 @@ CONVERTIBLE_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"}
 
 
 def resize_shorter_side(image: Image.Image, side: int) -> Image.Image:
-    """Resize an image to `side` pixels on its shorter side, keeping the aspect ratio."""
+    """Resize an image to `side` pixels on its shorter side, and keep its aspect ratio.
+
+    Example:
+        >>> resize_shorter_side(Image.new("RGB", (200, 100)), 32).size
+        (64, 32)
+    """
     while min(image.size) >= 2 * side:
         width, height = image.size
         image = image.resize((width // 2, height // 2), Image.Resampling.BOX)
@@ -41,7 +46,12 @@ def resize_shorter_side(image: Image.Image, side: int) -> Image.Image:
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """Crop the largest center square of an image and resize it to size x size pixels."""
+    """Crop the largest center square of an image and resize it to size x size pixels.
+
+    Example:
+        >>> center_crop(Image.new("RGB", (200, 100)), 32).size
+        (32, 32)
+    """
     image = resize_shorter_side(image, size)
     width, height = image.size
     left, upper = (width - size) // 2, (height - size) // 2
@@ -51,8 +61,12 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
     """Crop a random square and resize it to size x size pixels.
 
-    Its side is at least 0.8 of the image's shorter side. Scale and position are functions of the
-    key.
+    The side of the square is at least 0.8 of the image's shorter side. Its size and position are
+    functions of the key.
+
+    Example:
+        >>> random_crop(Image.new("RGB", (200, 100)), 32, "a key", 7).size
+        (32, 32)
     """
     (margin,) = random_integers([math.ceil(size / 0.8) - size + 1], "scale", *key)
     image = resize_shorter_side(image, size + margin)
@@ -63,11 +77,15 @@ def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements on image files. The repr is part of the file names in the check cache.
+    """Requirements on image files. Its repr is part of the file names in the check cache.
 
-    With `strict`, an image must have the mode for `channels`, and at least `image_size` pixels on
-    its shorter side. Otherwise it may have any mode that converts without clipping. With `full`,
-    files are decoded, which detects truncated ones; otherwise only headers are read.
+    Attributes:
+        image_size: pixels on each side of a crop.
+        channels: channels of the images.
+        strict: whether an image must have the mode for `channels`, and at least `image_size` pixels
+            on its shorter side. If not, it may have any mode that converts without clipping.
+        full: whether files are decoded, which detects truncated files. If not, only headers are
+            read.
     """
 
     image_size: int
@@ -76,7 +94,7 @@ class Requirements:
     full: bool
 
     def find_fault(self, path: Path) -> str | None:
-        """What is wrong with a file, as a predicate (such as "has mode P"); None if usable."""
+        """Describe the fault of a file as a predicate, such as "has mode P"; None if usable."""
         try:
             with open_image(path) as image:
                 mode, side = image.mode, min(image.size)
@@ -88,7 +106,7 @@ class Requirements:
         return self.find_mismatch(mode, side)
 
     def find_mismatch(self, mode: str, side: int) -> str | None:
-        """What is wrong with an image of this mode and shorter side in pixels; None if nothing."""
+        """Describe what does not fit in an image's mode or shorter side (in pixels), or None."""
         expected = IMAGE_MODES[self.channels]
         if mode not in ({expected} if self.strict else CONVERTIBLE_MODES):
             return f"has mode {mode}, not {expected}"
@@ -108,7 +126,7 @@ class CroppedImages(ImageDataset):
 
     @abstractmethod
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
-        """Images at `index` of the split, lazily decoded, in mode `mode`; and labels (B,)."""
+        """Return the images at `index` of the split, decoded lazily, and their labels (B,)."""
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
         """Load the images at `index` of the split, each augmented as in its epoch."""
@@ -133,7 +151,7 @@ class CroppedImageDataModule(ImageDataModule):
         channels: 1 (grey), 2 (grey with alpha), 3 (RGB) or 4 (RGB with alpha).
         flip: whether training images are mirrored with probability 1/2, anew in every epoch.
         random_crop: whether training crops are random, with at least 0.8 of the shorter side.
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+        **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         ValueError: if `channels` is not 1 to 4, or `image_size` is below 1.
@@ -175,7 +193,7 @@ class CroppedImageDataModule(ImageDataModule):
     def default_workers(self) -> int:
         """Number of CPU cores for each process of this node, at most 16.
 
-        Under Slurm a process sees only its own cores. Elsewhere the processes of a node share the
+        Under SLURM a process sees only its own cores. Elsewhere the processes of a node share the
         cores that they see.
         """
         is_shared = self.trainer is not None and not SLURMEnvironment.detect()

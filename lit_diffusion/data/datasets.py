@@ -1,6 +1,6 @@
-"""Datasets that fetch whole batches. Their keys encode epoch and index.
+"""Datasets that fetch whole batches, by keys that encode epoch and index.
 
-A key is `epoch * len(dataset) + index`. Worker processes get the epoch from the key, so random
+A key is `epoch * len(dataset) + index`. Worker processes compute the epoch from the key, so random
 flips and crops are functions of (seed, epoch, index) for any number of workers. Plain indices
 0, 1, ... are the keys of epoch 0.
 """
@@ -23,10 +23,14 @@ position of each image in its split."""
 
 
 def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
-    """Independent random integers determined by the key; the k-th is uniform in [0, sizes[k]).
+    """Compute independent random integers from a key; the k-th is uniform in [0, sizes[k]).
 
     They are the mixed-radix digits of a 63-bit hash of the key. The bias is below
     prod(sizes) / 2^63.
+
+    Example:
+        >>> random_integers([10, 10], "crop", 5) == random_integers([10, 10], "crop", 5)
+        True
     """
     number = fold(*key)
     integers = []
@@ -37,7 +41,12 @@ def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
 
 
 def is_mirrored(seed: int, epoch: int, index: int) -> bool:
-    """Whether random flipping mirrors image `index` in `epoch` (probability 1/2)."""
+    """Whether random flipping mirrors image `index` in `epoch` (probability 1/2).
+
+    Example:
+        >>> sum(is_mirrored(0, 0, index) for index in range(1000)) in range(450, 551)
+        True
+    """
     return random_integers([2], "mirror", seed, epoch, index) == [1]
 
 
@@ -45,8 +54,9 @@ def is_mirrored(seed: int, epoch: int, index: int) -> bool:
 class ImageDataset(Dataset[Batch]):
     """Images of one split, by key.
 
-    `seed` is the seed of random augmentation; None disables augmentation. For example,
-    `dataclasses.replace(dataset, seed=0)` is the same data with augmentation.
+    Attributes:
+        seed: seed of random augmentation; None disables augmentation. For example,
+            `dataclasses.replace(dataset, seed=0)` is the same data with augmentation.
     """
 
     seed: int | None = field(default=None, kw_only=True)
@@ -71,7 +81,14 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images in memory, randomly mirrored if `flip` and `seed` are set."""
+    """Images in memory, which are randomly mirrored if `flip` and `seed` are set.
+
+    Example:
+        >>> data = TensorImages(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.arange(5))
+        >>> images, labels, index = data[3]
+        >>> images.shape, labels, index
+        (torch.Size([1, 1, 8, 8]), tensor([3]), tensor([3]))
+    """
 
     images: Tensor  # (N, C, H, W) uint8
     labels: Any  # (N,) int64, or another condition: a tensor or tuple of tensors with N rows
@@ -94,7 +111,9 @@ class TensorImages(ImageDataset):
 
 
 def take_part(data: TensorImages, part: tuple[int, int]) -> TensorImages:
-    """The images k, k + n, k + 2n, ... for part = (k, n). Parts with the same n are disjoint.
+    """Select the images k, k + n, k + 2n, ... for part = (k, n).
+
+    Parts with the same n and different k have no image in common.
 
     Raises:
         ValueError: unless 0 <= k < n, with k below the number of images.
@@ -106,5 +125,7 @@ def take_part(data: TensorImages, part: tuple[int, int]) -> TensorImages:
     """
     first, step = part or (0, 0)  # null in a config
     if not 0 <= first < min(step, len(data)):
-        raise ValueError(f"part must be (k, n) with 0 <= k < n, of {len(data)}, got {part}.")
+        raise ValueError(
+            f"part must be (k, n) with 0 <= k < n, and k below {len(data)}, got {part}."
+        )
     return TensorImages(data.images[first::step], data.labels[first::step])

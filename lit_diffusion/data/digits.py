@@ -15,13 +15,13 @@ from lit_diffusion.seeding import fold
 
 
 class Digits(ImageDataModule):
-    """1,797 handwritten digits of 8x8 pixels: 1,437 for training, 360 held out, 36 of each class.
+    """1,797 handwritten digits of 8x8 pixels: 1,437 for training, and 360 held out (36 per class).
 
-    The 17 grey levels v = 0..16 become round(255 v / 16) in uint8.
+    The 17 grey levels v = 0, ..., 16 become round(255 v / 16) in uint8.
 
     Args:
-        part: (k, n) trains on the training digits k, k + n, k + 2n, ....
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+        part: (k, n) trains on the training digits k, k + n, k + 2n, and so on.
+        **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         ValueError: unless 0 <= k < n.
@@ -53,7 +53,7 @@ class Digits(ImageDataModule):
 
 
 def is_held_out(labels: Tensor) -> Tensor:
-    """Mask (N,) bool of the held-out digits, from the labels (N,) in 0..9 of scikit-learn's file.
+    """Compute which digits are held out, (N,) bool, from all labels (N,) of scikit-learn's file.
 
     In each class, these are the 36 digits with the smallest hash `fold("digits held out", i)`,
     where i is the index in the file.
@@ -66,9 +66,9 @@ def is_held_out(labels: Tensor) -> Tensor:
     return mask
 
 
-# Descriptions of ink and slant, such as "thick seven leaning right". The three words for ink, and
-# those for slant, are terciles over all training digits. So a word means the same for every class,
-# and some descriptions have no training image: no seven leans left.
+# Descriptions of ink and slant, such as "thick seven leaning right". The three words for ink are
+# terciles over all training digits, and so are the three for slant. A word means the same for every
+# class, and some descriptions have no training image: no seven leans left.
 
 INKS = ("thin", "medium", "thick")
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -79,7 +79,9 @@ DESCRIPTIONS = tuple(f"{ink} {name} {slant}" for name in NAMES for ink in INKS f
 
 @dataclass(frozen=True)
 class DigitWords(Words):
-    """Vocabulary of the descriptions. Seeds cycle through the 90 descriptions.
+    """Condition of `DescribedDigits`: descriptions in words, over a fixed vocabulary.
+
+    By default, seeds cycle through the 90 descriptions.
 
     Example:
         >>> DigitWords().encode("thin one upright").tolist(), DigitWords().num_words
@@ -92,7 +94,7 @@ class DigitWords(Words):
 
 
 class DescribedDigits(Digits):
-    """`Digits` with words (B, 4) int64 of `DigitWords` in place of labels.
+    """`Digits` with descriptions in place of labels: words (B, 4) int64 of `DigitWords`.
 
     Example:
         >>> images, words, index = next(iter(DescribedDigits(batch_size=4).val_dataloader()))
@@ -109,14 +111,19 @@ class DescribedDigits(Digits):
         return TensorImages(digits.images, self.condition_of(numbers))
 
     def condition_of(self, seeds: Tensor) -> Tensor:
-        """Words (B, 4) int64 of the images generated from seeds (B,), which cycle through all."""
+        """Words (B, 4) int64 for images to generate from seeds (B,), which cycle through all."""
         words = DigitWords().for_seeds(seeds.tolist())
         assert isinstance(words, Tensor)
         return words
 
 
 def number_descriptions(images: Tensor, classes: Tensor) -> Tensor:
-    """Index (N,) int64 into `DESCRIPTIONS` of digits (N, 1, 8, 8) with classes (N,)."""
+    """Index of the description of each digit in `DESCRIPTIONS`, (N,) int64.
+
+    Args:
+        images: (N, 1, 8, 8) uint8.
+        classes: (N,) int64.
+    """
     ink, slant = (
         torch.bucketize(values, boundaries)
         for values, boundaries in zip(measure_ink_and_slant(images), _terciles(), strict=True)

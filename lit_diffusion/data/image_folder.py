@@ -1,7 +1,8 @@
 """Folders of image files, and ImageNet. Unusable files are reported before training starts.
 
-The check decodes every file, which takes minutes for ImageNet. So a cache outside of the folder
-stores a digest of the names, sizes and modification times of a folder that passed.
+The check decodes every file, which takes minutes for ImageNet. Therefore the check of a folder that
+passed is remembered, in a cache outside the folder, by a digest of the files' names, sizes and
+modification times.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ class Listing:
 
 
 def list_class_folders(root: Path) -> tuple[str, ...]:
-    """Sorted names of the folders in `root`, without hidden ones.
+    """List the names of the folders in `root`, sorted and without hidden ones.
 
     Raises:
         FileNotFoundError: if `root` is not a folder.
@@ -79,7 +80,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
 
     Raises:
         ValueError: if there are classes and an image is in no class folder, or if a folder is empty
-            or not among the classes. The message names them.
+            or is not among the classes. The message names these images or folders.
     """
     folders = list_class_folders(root)
     if unknown := sorted(set(folders) - set(classes)):
@@ -116,7 +117,13 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
 
 
 def check_images(listing: Listing, requirements: Requirements, cache: Path, threads: int) -> None:
-    """Check every file with `threads` threads, unless `cache` has a marker that they passed.
+    """Check every file, unless a marker in `cache` shows that all have passed before.
+
+    Args:
+        listing: the files.
+        requirements: requirements on the files.
+        cache: folder of the markers.
+        threads: number of threads that check files.
 
     Raises:
         ValueError: if files fail. The message names the first ten.
@@ -162,7 +169,7 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def _leads_back(path: str) -> bool:
-    """Whether a folder is a link to one that it is in."""
+    """Whether a folder is a link to a folder that contains it."""
     if not os.path.islink(path):
         return False
     parents = [os.path.join(os.path.realpath(parent), "") for parent in Path(path).parents]
@@ -194,11 +201,11 @@ class ImageFileDataModule(CroppedImageDataModule):
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
-        full_check: whether the check decodes the files, which detects truncated ones. Otherwise it
-            reads only their headers.
+        full_check: whether the check decodes the files, which detects truncated files. If not, only
+            their headers are read.
         cache_dir: folder with markers of the folders that passed the check. None means
             `lit-diffusion` in $XDG_CACHE_HOME or ~/.cache.
-        **options: as in `CroppedImageDataModule`: channels, flip, random_crop, and those of
+        **options: options of `CroppedImageDataModule`: channels, flip, random_crop, and those of
             `ImageDataModule`.
     """
 
@@ -227,13 +234,13 @@ class ImageFileDataModule(CroppedImageDataModule):
         return list_class_folders(self.folder("train"))
 
     def check(self) -> None:
-        """Raise an error that names the files that cannot be used, if there are any."""
+        """Raise ValueError if files cannot be used; the message names them."""
         requirements = Requirements(self.image_size, self.channels, self.strict, self.full_check)
         for folder in sorted({self.folder("train"), self.folder("val")}):
             check_images(self._listing(folder), requirements, self.cache, self.default_workers())
 
     def load(self, split: Split) -> FileImages:
-        """Open a split, without augmentation. Checks the files if they were not checked before."""
+        """Open a split, without augmentation, after checking its files (unless checked before)."""
         self.check()
         return FileImages(**self.crop_options(), listing=self.select(split))
 
@@ -242,7 +249,7 @@ class ImageFileDataModule(CroppedImageDataModule):
         return self._listing(self.folder(split))
 
     def fingerprint(self, split: Split) -> str:
-        """Hash, 16 hex digits, of the files' names, sizes and times and of the image shape."""
+        """Hash, 16 hex digits, of the files' names, sizes and times, and of the image shape."""
         listing = self.select(split)
         digest = hashlib.sha256(f"{listing.stamp} {self.image_shape}".encode())
         digest.update(listing.names.tobytes())
@@ -255,24 +262,30 @@ class ImageFileDataModule(CroppedImageDataModule):
 
 
 class ImageFolder(ImageFileDataModule):
-    """User images: class folders such as `cats/1.png`, `dogs/2.png`, or one flat folder.
+    """Your own images: class folders such as `cats/1.png` and `dogs/2.png`, or one flat folder.
 
     Labels are numbered in the order of the class folders' names. Files of a flat folder have label
     -1.
 
     Args:
         train: folder of the training images.
-        val: folder of the held-out images, with the same class folders; or the number of training
-            images to hold out: those whose names n have the smallest hash `fold("held out", n)`.
+        val: folder of the held-out images, with the same class folders. It can also be the number
+            of training images to hold out, which are those with the smallest hash
+            `fold("held out", name)` of their names.
         image_size: pixels on each side of a crop, >= 1.
-        strict: whether images of another mode, or smaller than `image_size`, raise an error.
-            Otherwise they are converted (without alpha, if `channels` has none) and enlarged.
-        **options: as in `ImageFileDataModule`: full_check, cache_dir; channels, flip, random_crop;
-            batch_size, num_workers, num_predict, seed.
+        strict: whether images of another mode, or smaller than `image_size`, raise an error. If
+            not, they are converted and enlarged. Alpha is dropped if `channels` has none.
+        **options: options of `ImageFileDataModule`: full_check, cache_dir; channels, flip,
+            random_crop; batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If a folder does not exist.
-        ValueError: If a folder is empty or has unusable files. The message names them.
+        FileNotFoundError: if a folder does not exist.
+        ValueError: if a folder is empty or has unusable files. The message names them.
+
+    Example:
+        >>> data = ImageFolder("photos/train", val=100, image_size=64, flip=True, batch_size=64)
+        >>> data.image_shape
+        (3, 64, 64)
     """
 
     def __init__(
@@ -304,22 +317,28 @@ class ImageFolder(ImageFileDataModule):
 
 
 class ImageNet(ImageFileDataModule):
-    """ILSVRC 2012: `train/n01440764/*.JPEG` and `val/n01440764/*.JPEG`, or a subset of its classes.
+    """ImageNet (ILSVRC 2012), or a subset of its classes.
 
-    Grey and CMYK files are converted and small ones enlarged, as in guided-diffusion. The held-out
-    images are the 50,000 validation images, which must be sorted into class folders.
+    Files are `train/n01440764/*.JPEG` and `val/n01440764/*.JPEG`. The held-out images are the
+    50,000 validation images, which must be sorted into class folders. As in guided-diffusion, grey
+    and CMYK files are converted, and small images are enlarged.
 
     Args:
         root: folder with `train` and `val`.
         image_size: pixels on each side of a crop, >= 1.
-        **options: as in `ImageFileDataModule`: full_check, cache_dir; channels, flip, random_crop;
-            batch_size, num_workers, num_predict, seed.
+        **options: options of `ImageFileDataModule`: full_check, cache_dir; channels, flip,
+            random_crop; batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If `train` or `val` does not exist.
-        ValueError: If a class folder is empty or not named like n01440764, or a file is unreadable.
+        FileNotFoundError: if `train` or `val` does not exist.
+        ValueError: if a class folder is empty or not named like n01440764, or if a file is
+            unreadable.
 
     Source: O. Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", 2015.
+
+    Example:
+        >>> ImageNet("imagenet", image_size=64, random_crop=True).image_shape
+        (3, 64, 64)
     """
 
     def __init__(self, root: str, image_size: int, **options: Any) -> None:
@@ -337,7 +356,7 @@ class ImageNet(ImageFileDataModule):
         wrong = [name for name in names if not re.fullmatch(r"n\d{8}", name)]
         if wrong or not names:
             raise ValueError(
-                f"ImageNet wants class folders such as n01440764 in {self.folder('train')}, got"
+                f"ImageNet needs class folders such as n01440764 in {self.folder('train')}, got"
                 f" {wrong[0] if wrong else 'none'}. For other names, use ImageFolder."
             )
         return names

@@ -1,8 +1,8 @@
 """Latents written by `lit-diffusion encode`: shards as safetensors files, and an index.
 
-A shard holds `moments` (n, 2C, h, w) float16, the unscaled mean and log-variance of each image's
-VAE posterior, and `labels` (n,) int64. Its header has a digest of what it was computed from. The
-error of float16 in decoded pixels is below that of rounding them to 8 bits.
+A shard has `moments` (n, 2C, h, w) float16, the unscaled mean and log-variance of each image's VAE
+posterior, and `labels` (n,) int64. Its header has a digest of the images, the VAE and the settings.
+In decoded pixels, the error of float16 is smaller than that of rounding to 8 bits.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ class LatentIndex:
     """Content of a complete folder of latents."""
 
     num: int  # number of images
-    image_shape: tuple[int, int, int]  # (C, H, W) of each, in pixels
+    image_shape: tuple[int, int, int]  # (C, H, W) of each image, in pixels
     classes: tuple[str, ...]  # names of the labels
-    shard_size: int  # images in a shard; the last has the rest
+    shard_size: int  # images in a shard; the last shard has the rest
     vae: str  # name of the VAE's folder
     vae_sha256: str  # SHA-256 of the VAE's weights
     images: str  # fingerprint of the folder of images
@@ -70,11 +70,11 @@ class LatentIndex:
             return index
 
     def write(self, folder: Path) -> None:
-        """Write or replace the index. All processes may call this, as they write the same."""
+        """Write or replace the index. All processes may call this; they write the same content."""
         atomic_write_text(folder / INDEX, f"{json.dumps(asdict(self), indent=1)}\n", shared=True)
 
     def shards(self) -> list[tuple[str, range, bool]]:
-        """File name, image indices, and whether the images are mirrored, for each shard."""
+        """For each shard, its file name, image indices, and whether the images are mirrored."""
         return [
             (f"{kind}-{number:05d}.safetensors", range(self.num)[start:][: self.shard_size], flip)
             for kind, flip in [("latents", False), ("flipped", True)][: 1 + self.flips]
@@ -82,7 +82,7 @@ class LatentIndex:
         ]
 
     def missing_shards(self, folder: Path) -> list[tuple[str, range, bool]]:
-        """Shards that are missing from a folder, truncated, or of other images or another VAE."""
+        """List the shards that are missing, truncated, or of other images or another VAE."""
         missing = []
         for shard in self.shards():
             path, digest = folder / shard[0], None
@@ -96,13 +96,13 @@ class LatentIndex:
         """Write a shard of moments (n, 2C, h, w) and labels (n,), atomically.
 
         Raises:
-            ValueError: if moments are not finite in float16, as from a damaged VAE.
+            ValueError: if moments are not finite in float16, for example if the VAE is damaged.
         """
         half = moments.half().contiguous()
         if not half.isfinite().all():
             raise ValueError(
-                f"{path.name} must hold finite numbers below 65504, and the VAE {self.vae} gives "
-                "others; name one whose weights are whole."
+                f"{path.name} must hold finite numbers below 65504, but the VAE {self.vae} returns "
+                "others; use a VAE with intact weights."
             )
         with atomic_write(path) as file:
             file.write(save({"moments": half, "labels": labels}, {"of": self._digest(path.name)}))
@@ -124,7 +124,7 @@ def _map_moments(path: str) -> Any:
 class ShardedLatents(ImageDataset):
     """Dataset of moments (B, 2C, h, w) float16 in place of images.
 
-    If the folder has flips and a seed is set, moments of the mirrored image are used with
+    If the folder has flips and a seed is set, the moments of the mirrored image are used with
     probability 1/2, anew in every epoch.
     """
 
@@ -149,20 +149,25 @@ class ShardedLatents(ImageDataset):
 
 
 class Latents(ImageDataModule):
-    """Latents of a folder of images, as `lit-diffusion encode` writes them, for a `VAECodec`.
+    """Latents of images, written by `lit-diffusion encode`, for a module with a `VAECodec`.
 
     Files are memory-mapped and read row by row. If the folder has flips, training images are
     mirrored with probability 1/2, anew in every epoch.
 
     Args:
         train: folder of latents.
-        val: folder of held-out latents from the same VAE; or the number of images in `train` to
-            hold out: those whose indices n have the smallest hash `fold("held out", n)`.
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+        val: folder of held-out latents from the same VAE. It can also be the number of images in
+            `train` to hold out, which are those with the smallest hash `fold("held out", index)`.
+        **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If a folder has no index.
-        ValueError: If shards are missing, or the folders differ in image shape, VAE or classes.
+        FileNotFoundError: if a folder has no index.
+        ValueError: if shards are missing, or the folders differ in image shape, VAE or classes.
+
+    Example:
+        >>> data = Latents("latents/train", val=1000, batch_size=64)
+        >>> data.image_shape  # doctest: +SKIP
+        (3, 256, 256)
     """
 
     def __init__(self, train: str, val: int | str, **loader: Any) -> None:
@@ -197,8 +202,8 @@ class Latents(ImageDataModule):
             if missing := index.missing_shards(folder):
                 raise ValueError(
                     f"{folder} lacks {len(missing)} of {len(index.shards())} shards, such as "
-                    f"{missing[0][0]}, or holds those of other latents: the same `lit-diffusion "
-                    "encode` again finishes it."
+                    f"{missing[0][0]}, or has shards of other latents: run the same `lit-diffusion "
+                    "encode` again to finish it."
                 )
             for name in ("image_shape", "vae_sha256", "classes"):
                 if getattr(index, name) != getattr(train, name):
@@ -230,7 +235,7 @@ class Latents(ImageDataModule):
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def default_workers(self) -> int:
-        """One, as rows are only copied and no image is decoded."""
+        """One, because rows are only copied, and no image is decoded."""
         return 1
 
     def _folder(self, split: Split) -> Path:

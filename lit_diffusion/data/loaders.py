@@ -1,4 +1,4 @@
-"""Order of training images over processes, and resuming in the middle of an epoch."""
+"""The order of training images over processes, and resuming in the middle of an epoch."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,15 +15,21 @@ from lit_diffusion.seeding import fold
 
 
 class ShuffledSampler(DistributedSampler[Any]):
-    """Shuffles by (seed, epoch), and yields keys `epoch * N + index`.
+    """Sampler that shuffles by (seed, epoch), and yields keys `epoch * N + index`.
 
-    N is the length of the dataset, R is `num_replicas`. All ranks share one order, and rank r gets
-    positions r, r + R, .... So step k of an epoch has the same images on one process with batch
-    size B * R as on R processes with batch size B. Each rank gets floor(N / R) images; up to R - 1
-    images are dropped, different ones in every epoch.
+    N is the length of the dataset and R is `num_replicas`. All ranks share one order, in which rank
+    r gets the positions r, r + R, and so on. Therefore step k of an epoch has the same images on
+    one process with batch size B * R as on R processes with batch size B. Each rank gets
+    floor(N / R) images. Up to R - 1 images are dropped, different ones in every epoch.
 
-    This subclasses DistributedSampler because the Trainer uses one as it is. It would replace any
-    other sampler by one that repeats images, or that shards a second time.
+    It is a DistributedSampler because the Trainer leaves such a sampler unchanged. The Trainer
+    would replace any other sampler by one that repeats images, or that shards a second time.
+
+    Example:
+        >>> sampler = ShuffledSampler(range(4), seed=0)
+        >>> sampler.set_epoch(2)
+        >>> sorted(sampler)
+        [8, 9, 10, 11]
     """
 
     start = 0
@@ -43,10 +49,11 @@ class ShuffledSampler(DistributedSampler[Any]):
 
 
 def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
-    """Smallest batch size >= `batch_size` with which all processes have equally many batches.
+    """Smallest batch size >= `batch_size` with which all processes have the same number of batches.
 
-    Without repeats, the processes' numbers of images differ by up to one, so some may need an extra
-    batch. With a sharded model (FSDP), every forward pass communicates, and they would hang.
+    If no image is repeated, the number of images differs by up to one between processes, so some
+    processes may need one more batch. With a sharded model (FSDP) this would make them hang,
+    because every forward pass communicates.
 
     Raises:
         ValueError: if there are fewer images than processes.
@@ -69,16 +76,16 @@ def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
 class ResumableLoader(DataLoader[Any]):
     """DataLoader that skips the batches of an epoch that were trained on before a resume.
 
-    A resumed Trainer knows their number, but an ordinary loader starts the epoch over. This loader
-    queries the number when the first batch of an epoch is requested, because Lightning creates
-    iterators before it restores its loops.
+    A resumed Trainer knows the number of these batches, but an ordinary loader would start the
+    epoch again. This loader asks for the number when the first batch of an epoch is requested,
+    because Lightning creates iterators before it restores its loops.
 
     Args:
-        dataset: as in DataLoader.
-        batches_done: called at the first batch of each epoch; returns the number of batches of that
-            epoch to skip.
-        **options: as in DataLoader, with a ShuffledSampler as `sampler`. If Lightning replaces the
-            sampler, as with `overfit_batches`, the skipped batches are loaded and dropped.
+        dataset: dataset of a DataLoader.
+        batches_done: function that returns the number of batches to skip in an epoch. It is called
+            at the first batch of the epoch.
+        **options: options of DataLoader, with a ShuffledSampler as `sampler`. If Lightning replaces
+            the sampler, as with `overfit_batches`, the skipped batches are loaded and dropped.
 
     Example:
         >>> data, done = list("abcdefgh"), [0]
@@ -105,24 +112,24 @@ class ResumableLoader(DataLoader[Any]):
         yield from islice(super().__iter__(), num_skipped, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty. This method marks the loader as resumable for the Trainer."""
+        """Return {}; the Trainer sees by this method that the loader is resumable."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """No-op, as the position is a function of the Trainer's progress."""
+        """Do nothing, because the position is a function of the Trainer's progress."""
 
 
 def batches_done_in_epoch(trainer: Trainer) -> int:
-    """Training batches fetched in the current epoch, including those before a resume."""
+    """Number of training batches fetched in the current epoch, including those before a resume."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches: int) -> None:
-    """On resume, convert the batch count of an interrupted epoch to another batch size.
+    """Convert the batch count of an interrupted epoch to another batch size, on resume.
 
     The epoch continues after the images that it has already used. If these are not a whole number
-    of optimizer steps of the new size, it continues after the last whole step, and a warning
-    reports that some images repeat.
+    of optimizer steps of the new size, the epoch continues after the last whole step, and a warning
+    says that some images are repeated.
 
     Args:
         trainer: Trainer that is about to restore its loops.
@@ -143,8 +150,8 @@ def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches
         if batches * new_size != images_done:
             rank_zero_warn(
                 f"The checkpoint is {images_done} images into an epoch, which are no whole number "
-                f"of this run's optimizer steps of {new_size * per_step} images: it goes on after "
-                f"{batches * new_size}."
+                f"of this run's optimizer steps of {new_size * per_step} images: the epoch "
+                f"continues after {batches * new_size} images."
             )
     current.update(
         ready=batches, started=batches, processed=batches, completed=batches - unfinished
@@ -152,6 +159,11 @@ def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches
 
 
 def usable_cores() -> int:
-    """Number of CPU cores in the affinity mask of this process."""
+    """Number of CPU cores in the affinity mask of this process.
+
+    Example:
+        >>> usable_cores() >= 1
+        True
+    """
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""MNIST and FashionMNIST, in memory."""
+"""MNIST and FashionMNIST, loaded into memory."""
 
 import shutil
 import tempfile
@@ -13,21 +13,27 @@ from lit_diffusion.data.datasets import TensorImages, take_part
 
 
 class MNIST(ImageDataModule):
-    """60,000 training and 10,000 held-out grey digits of 28x28 pixels.
+    """MNIST: 60,000 training and 10,000 held-out grey digits of 28x28 pixels.
 
-    Missing files are downloaded; without a network they must be in `root`.
+    Missing files are downloaded. If there is no network, put them into `root`.
 
     Args:
-        root: folder that holds, or will receive, `MNIST/raw/train-images-idx3-ubyte` etc.
-        part: (k, n) trains on the training images k, k + n, k + 2n, ....
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+        root: folder of `MNIST/raw/train-images-idx3-ubyte` and the other files, to which missing
+            files are downloaded.
+        part: (k, n) trains on the training images k, k + n, k + 2n, and so on.
+        **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If files are missing and cannot be downloaded. The message names them
-            and where to put them.
-        ValueError: If a file is truncated or has other content, or unless 0 <= k < n.
+        FileNotFoundError: if files are missing and cannot be downloaded. The message names the
+            files and their folder.
+        ValueError: if a file is truncated or has other content, or unless 0 <= k < n.
 
     Source: Y. LeCun, C. Cortes and C. Burges, "The MNIST database of handwritten digits", 1998.
+
+    Example:
+        >>> data = MNIST(root="data", batch_size=128)
+        >>> data.image_shape, data.num_classes
+        ((1, 28, 28), 10)
     """
 
     image_shape = (1, 28, 28)
@@ -54,11 +60,11 @@ class MNIST(ImageDataModule):
             reason = " ".join(str(error).split())  # torchvision reports one line per mirror
             raise FileNotFoundError(
                 f"The files of {self._name} could not be downloaded ({reason}). In {self._folder}: "
-                f"{', '.join(self._missing())} missing. Put these there, unpacked."
+                f"{', '.join(self._missing())} missing. Put these files there, unpacked."
             ) from error
 
     def pending_setup(self) -> str | None:
-        """What is pending: the download; None if no file is missing."""
+        """A clause for the pending download; None if no file is missing."""
         if not self._missing():
             return None
         return f"{self._name} will be downloaded into {self.root}, which needs a network"
@@ -67,7 +73,7 @@ class MNIST(ImageDataModule):
         """Open a split, without augmentation."""
         prefix = "t10k" if split == "val" else "train"
         try:
-            # Not by torchvision's class, which prefers an old `processed` folder to these files.
+            # torchvision's class is not used, because it prefers an old `processed` folder.
             images, labels = (
                 read(str(self._folder / f"{prefix}-{kind}-ubyte"))
                 for read, kind in (
@@ -99,21 +105,26 @@ class MNIST(ImageDataModule):
 
 
 class FashionMNIST(MNIST):
-    """60,000 training and 10,000 held-out grey images of clothes, of 28x28 pixels.
+    """FashionMNIST: 60,000 training and 10,000 held-out grey images of clothes, 28x28 pixels.
 
-    Missing files are downloaded; without a network they must be in `root`.
+    Missing files are downloaded. If there is no network, put them into `root`.
 
     Args:
-        root: folder that holds, or will receive, `FashionMNIST/raw/train-images-idx3-ubyte` etc.
-        part: (k, n) trains on the training images k, k + n, k + 2n, ....
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+        root: folder of `FashionMNIST/raw/train-images-idx3-ubyte` and the other files, to which
+            missing files are downloaded.
+        part: (k, n) trains on the training images k, k + n, k + 2n, and so on.
+        **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If files are missing and cannot be downloaded. The message names them
-            and where to put them.
-        ValueError: If a file is truncated or has other content, or unless 0 <= k < n.
+        FileNotFoundError: if files are missing and cannot be downloaded. The message names the
+            files and their folder.
+        ValueError: if a file is truncated or has other content, or unless 0 <= k < n.
 
     Source: Xiao, Rasul & Vollgraf 2017 (arXiv 1708.07747).
+
+    Example:
+        >>> FashionMNIST(root="data").class_names[0]
+        'T-shirt/top'
     """
 
     class_names = tuple(datasets.FashionMNIST.classes)

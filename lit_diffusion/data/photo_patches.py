@@ -1,4 +1,4 @@
-"""Colour crops of the two photographs that ship with scikit-learn, which need no download."""
+"""Colour crops of the two photographs that ship with scikit-learn; nothing is downloaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,13 @@ TRAIN_ROWS = 284
 class RandomPatches(ImageDataset):
     """Random 32x32 crops of photos. The label of a crop is the index of its photo.
 
-    Crop positions change with the epoch. Without a seed they are the same in every run.
+    Crop positions change with the epoch. If there is no seed, they are the same in every run.
+
+    Example:
+        >>> photos = torch.zeros(2, 3, 40, 40, dtype=torch.uint8)
+        >>> images, labels, index = RandomPatches(photos, count=10, stream="crops")[3]
+        >>> images.shape
+        torch.Size([1, 3, 32, 32])
     """
 
     photos: Tensor  # (P, C, H, W) uint8
@@ -47,14 +53,14 @@ class RandomPatches(ImageDataset):
 class PhotoPatches(ImageDataModule):
     """Random 32x32 colour crops of two photographs of 427x640: a temple (0) and a flower (1).
 
-    Training crops come from rows 0-283 and are new in every epoch. Held-out crops come from rows
-    284-426 and are fixed, so the two share no pixel. `images("train")` are fixed crops of the
-    training rows.
+    Training crops are from rows 0-283 and are new in every epoch. Held-out crops are from rows
+    284-426 and are fixed. The two splits have no pixel in common. `images("train")` returns fixed
+    crops of the training rows.
 
     Args:
         epoch_size: training crops in an epoch, >= 1.
         num_val: held-out crops, >= 1.
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+        **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Source: photographs by danielbuechele and vultilion on Flickr (CC BY 2.0), as distributed with
     scikit-learn.

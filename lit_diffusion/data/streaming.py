@@ -1,7 +1,8 @@
-"""Image sets too large for the local disk, in litdata's chunks in a bucket or mounted folder.
+"""Image sets that are too large for the local disk, in litdata's chunks in a bucket or folder.
 
-litdata is only used to read single samples: by two range requests to a bucket, or from a
-memory-mapped file in a folder. Its loader could resume only with the same workers and ranks.
+Only litdata's reader of single samples is used. It makes two range requests to a bucket, or reads a
+memory-mapped file in a folder. litdata's loader is not used, because it could resume only with the
+same number of workers and ranks.
 """
 
 import hashlib
@@ -64,14 +65,14 @@ class ChunkedSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """Keys of the image and the label in a sample. The repr is part of fingerprints."""
+    """Keys of the image and the label in a sample. Its repr is part of fingerprints."""
 
     image: str
     label: str
     num_classes: int | None  # labels are in [0, num_classes); None ignores labels
 
     def extract(self, sample: Any, name: str) -> tuple[Any, int]:
-        """Undecoded image of a sample, and its label; -1 without labels.
+        """Return the undecoded image of a sample, and its label, or -1 if labels are ignored.
 
         Raises:
             ValueError: if a key is missing or the label is out of range. The message mentions
@@ -82,16 +83,16 @@ class Fields:
             if key not in keys:
                 raise ValueError(
                     f"{name} has no {key!r}, but {keys or type(sample).__name__}: samples must be "
-                    "dictionaries; name their keys by `image` and `label`."
+                    "dictionaries; pass their keys as `image` and `label`."
                 )
         label = -1 if self.num_classes is None else sample[self.label]
         if self.num_classes is not None and label not in range(self.num_classes):
             raise ValueError(
-                f"{name} has the label {label!r}, and labels must be integers in "
-                f"[0, {self.num_classes}), num_classes."
+                f"{name} has the label {label!r}, but labels must be integers in "
+                f"[0, {self.num_classes}), because num_classes={self.num_classes}."
             )
         image = sample[self.image]
-        # Copy: it may be part of a memory-mapped file that is closed before the image is decoded.
+        # A copy, because a memory-mapped file may be closed before its image is decoded.
         if isinstance(image, Tensor):
             image = image.clone()
         elif isinstance(image, memoryview):
@@ -141,32 +142,38 @@ class StreamedDataset(CroppedImages):
 
 
 class StreamedImages(CroppedImageDataModule):
-    """User images in litdata's chunks, in a bucket or a mounted folder.
+    """Your own images in litdata's chunks, in a bucket or a mounted folder.
 
-    From a bucket, only the index is downloaded to the disk. Each image takes two requests, so
-    throughput grows with `num_workers`, which may exceed the number of cores. The first image of
-    each set is checked at the start, the others when they are read.
+    Of a set in a bucket, only the index is downloaded to the disk. Each image takes two requests,
+    so throughput grows with `num_workers`, which may exceed the number of cores. The first image of
+    each set is checked at the start, and the others when they are read.
 
     Args:
         train: s3://BUCKET/PATH or gs://BUCKET/PATH of the training set, or a folder. Samples are
             dictionaries with an image (the bytes of an image file, a Pillow image, or a tensor
             (C, H, W) uint8) and optionally a label.
-        val: URL or folder of the held-out set; or the number of samples in `train` to hold out:
-            those whose indices n have the smallest hash `fold("held out", n)`. The hash is computed
-            for all samples.
+        val: URL or folder of the held-out set. It can also be the number of samples in `train` to
+            hold out, which are those with the smallest hash `fold("held out", index)`. The hash is
+            computed for all samples.
         image_size: pixels on each side of a crop, >= 1.
-        num_classes: labels are integers in [0, num_classes); None ignores labels.
+        num_classes: number of classes. Labels are integers in [0, num_classes). None ignores
+            labels.
         image: key of the image in a sample.
-        label: key of the label.
-        strict: whether images of another mode, or smaller than `image_size`, raise an error.
-            Otherwise they are converted and enlarged.
-        **options: as in `CroppedImageDataModule`: channels, flip, random_crop; batch_size,
+        label: key of the label in a sample.
+        strict: whether images of another mode, or smaller than `image_size`, raise an error. If
+            not, they are converted and enlarged.
+        **options: options of `CroppedImageDataModule`: channels, flip, random_crop; batch_size,
             num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If a folder holds no set, or chunks are missing or truncated.
-        ModuleNotFoundError: If litdata is not installed.
-        ValueError: If a set has other keys or images, is compressed, or could run code when read.
+        FileNotFoundError: if a folder holds no set, or chunks are missing or truncated.
+        ModuleNotFoundError: if litdata is not installed.
+        ValueError: if a set has other keys or images, is compressed, or could run code when read.
+
+    Example:
+        >>> data = StreamedImages("s3://bucket/train", val=1000, image_size=64, num_workers=32)
+        >>> data.image_shape
+        (3, 64, 64)
     """
 
     def __init__(
@@ -248,13 +255,16 @@ def _normalize_url(url: str) -> str:
 
 @cache
 def open_set(url: str, process: int) -> ChunkedSet:
-    """Open the set at `url`, once per process, as connections and mapped files cannot be shared.
+    """Open the set at `url`, once per process.
+
+    Processes cannot share connections and mapped files. The argument `process` is the process id,
+    so that a forked process opens the set again.
 
     Raises:
-        FileNotFoundError: If a folder holds no set.
-        ModuleNotFoundError: If litdata is not installed.
-        OSError: If its first sample cannot be read.
-        ValueError: If it is not a litdata dataset, is compressed, or could run code when read.
+        FileNotFoundError: if a folder holds no set.
+        ModuleNotFoundError: if litdata is not installed.
+        OSError: if the first sample cannot be read.
+        ValueError: if it is not a litdata dataset, is compressed, or could run code when read.
     """
     if find_spec("litdata") is None:
         raise ModuleNotFoundError("StreamedImages needs litdata: pip install -e '.[streaming]'.")
@@ -276,13 +286,13 @@ def open_set(url: str, process: int) -> ChunkedSet:
         raise ValueError(f"{url} cannot be opened as a set of litdata ({error!r}).") from error
     if unsafe:
         raise ValueError(
-            f"{url} has {unsafe}, which can run code, or read files, of the choice of whoever wrote"
-            " it; only plain data is read: write images as bytes and labels as int."
+            f"{url} has {unsafe}, which could run any code, or read any files; only plain data is "
+            "read: write images as bytes and labels as int."
         )
     if config["compression"] or config["encryption"]:
         raise ValueError(
-            f"{url} is compressed or encrypted, so litdata reads no single samples of it: write it "
-            "without; image files are compressed already."
+            f"{url} is compressed or encrypted, so litdata cannot read single samples: write it "
+            "without compression, because image files are compressed already."
         )
     for name in sizes:
         if (chunk := Path(url, name)).exists():
@@ -295,7 +305,7 @@ def open_set(url: str, process: int) -> ChunkedSet:
 def find_unsafe(
     formats: Sequence[str], spec: dict[str, Any], filenames: Iterable[str]
 ) -> str | None:
-    """What makes it unsafe to read samples of a set, as a phrase; None for plain data.
+    """Name, in a phrase, what makes it unsafe to read samples of a set; None for plain data.
 
     Args:
         formats: litdata formats of the values in a sample, from the index.

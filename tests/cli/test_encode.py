@@ -234,6 +234,6 @@ def test_moments_that_are_not_finite_are_refused(source, tmp_path):
     save_file(state, tmp_path / "vae" / WEIGHTS, metadata={"format": "pt"})
     images, codec = open_source(source)[0], VAECodec(str(tmp_path / "vae"))
     index = plan_shards(images, codec, tmp_path / "out", 3, False)
-    with pytest.raises(ValueError, match=r"latents-00000.* finite .*the VAE vae gives others"):
+    with pytest.raises(ValueError, match=r"latents-00000.* finite .*the VAE vae returns others"):
         encode_shards(images, codec, tmp_path / "out", index, CPU)
     assert list(content(tmp_path / "out")) == ["index.json"]

@@ -149,6 +149,6 @@ def test_whole_steps_of_accumulated_batches_are_what_an_epoch_goes_on_with(tmp_p
     file = tmp_path / "some.ckpt"
     first, then = Indices(file, 3), Indices()
     train(tmp_path, 100, first, max_epochs=1)
-    with pytest.warns(UserWarning, match=r"of 200 images: it goes on after 200"):
+    with pytest.warns(UserWarning, match=r"of 200 images: the epoch continues after 200"):
         train(tmp_path, 50, then, file, accumulate_grad_batches=4, max_epochs=1)
     assert then.flat()[:1000] == first.flat()[200:1200]
