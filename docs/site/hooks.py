@@ -75,6 +75,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     uri = page.file.src_uri
     repository_links.page = uri
     repository_links.source = OUTSIDE.get(uri, f"docs/{uri}")
+    if uri == "index.md":
+        page.meta["hide"] = ["navigation"]  # the home page is alone in its tab
     return markdown
 
 
