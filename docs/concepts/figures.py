@@ -141,7 +141,7 @@ def label_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 def process() -> Figure:
     """One image along three processes, and the SNR of six."""
-    figure, (images, plot) = plt.subplots(1, 2, figsize=(9, 3.1), width_ratios=(1.9, 1))
+    figure, (images, plot) = plt.subplots(1, 2, figsize=(8.4, 2.9), width_ratios=(1.9, 1))
     x0 = PixelCodec().encode(photo(64))
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0))
     u = torch.tensor([0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8], dtype=torch.float64)
@@ -165,13 +165,13 @@ def process() -> Figure:
         images, "$x_t$, scaled for display", "u: 0 is the least noisy time, 1 the noisiest", ""
     )
     named["sigmoid betas"] = DiscreteVP(SigmoidBetas())
-    named["linear betas, zero terminal SNR"] = DiscreteVP(ZeroTerminalSNR(LinearBetas()))
+    named["linear, zero terminal SNR"] = DiscreteVP(ZeroTerminalSNR(LinearBetas()))
     named["EDMProcess"] = EDMProcess()
     u = torch.linspace(0, 1, 1000, dtype=torch.float64)
     for (name, each), dashes in zip(named.items(), ["-", "-", "-", "-", "--", "-"], strict=True):
         alpha, sigma = each.alpha_sigma(each.from_unit(u))
         plot.plot(u, 20 * (alpha / sigma).log10(), dashes, label=name)
-    plot.set_ylim(-60, 60)
+    plot.set_ylim(-110, 60)
     plot.legend(loc="lower left")
     label_axes(plot, "how fast the signal goes", "u", "SNR in dB")
     return figure
@@ -179,7 +179,7 @@ def process() -> Figure:
 
 def parameterization() -> Figure:
     """How an error of the output becomes one of x0; the scale of the network's input."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 3.1))
     level = levels(-3, 3)
     alpha, sigma = on_vp(level)
     kinds = {
@@ -223,7 +223,7 @@ def parameterization() -> Figure:
 
 def loss() -> Figure:
     """Weights on the error of x0, and where training with cosine betas puts them."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.4))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.3))
     level = levels(-2, 2)
     alpha, sigma = on_vp(level)
     log_snr = 2 * (alpha / sigma).log()
@@ -266,7 +266,7 @@ def loss() -> Figure:
 
 def times() -> Figure:
     """Densities of the trained noise levels, and how far the curriculum moves them."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.2))
     u = draw_uniforms(2_000_000, generator=torch.Generator().manual_seed(0))
     kinds = {
         "Uniform, DiscreteVP(CosineBetas(4000))": (Uniform(), DiscreteVP(CosineBetas(4000))),
@@ -311,7 +311,7 @@ def times() -> Figure:
 
 def solver() -> Figure:
     """Trajectories, grids, and the error of solvers by evaluations of the network."""
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4))
+    figure, axes = plt.subplots(1, 3, figsize=(9.2, 3.2))
     on, data = ContinuousVP(), Mixture(torch.tensor([[-0.6], [0.6]]), 0.1)
     noise = torch.linspace(-1.6, 1.6, 6, dtype=torch.float64).view(-1, 1, 1, 1)
     for each, color in (
@@ -340,7 +340,7 @@ def solver() -> Figure:
     axes[0].legend(loc="upper left")
     axes[0].set_ylim(-2.2, 2.6)
     label_axes(
-        axes[0], "from noise to data near -0.6 and 0.6", r"noise level $\sigma / \alpha$", "$x_t$"
+        axes[0], "paths to data near -0.6 and 0.6", r"noise level $\sigma / \alpha$", "$x_t$"
     )
 
     cosine = DiscreteVP(CosineBetas())
@@ -356,7 +356,7 @@ def solver() -> Figure:
         axes[1].semilogy(sigma / alpha, ".-", label=name, markersize=4)
     axes[1].set_ylim(3e-4, 1e7)
     axes[1].legend(fontsize=7)
-    label_axes(axes[1], "20 steps on cosine betas", "step", r"$\sigma / \alpha$")
+    label_axes(axes[1], "20 steps, cosine betas", "step", r"$\sigma / \alpha$")
 
     noise = torch.randn(
         512, 1, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64
@@ -384,7 +384,7 @@ def solver() -> Figure:
     axes[2].minorticks_off()
     label_axes(
         axes[2],
-        "error, compared with 2,000 steps of Heun",
+        "error of x0",
         "evaluations of the network (NFE)",
         "mean |error|",
     )
@@ -393,7 +393,7 @@ def solver() -> Figure:
 
 def guidance() -> Figure:
     """Samples of three classes in the plane at several scales."""
-    figure, axes = plt.subplots(1, 4, figsize=(10, 2.5), sharex=True, sharey=True)
+    figure, axes = plt.subplots(1, 4, figsize=(8, 2.1), sharex=True, sharey=True)
     angle = torch.tensor([90.0, 210.0, 330.0]).deg2rad()
     arms = torch.stack([angle.cos(), angle.sin()], 1)
     radius = torch.tensor([0.15, 0.45, 0.75])
@@ -404,10 +404,10 @@ def guidance() -> Figure:
     noise = torch.randn(450, 2, 1, 1, generator=generator)
     labels = torch.arange(450) % 3
     kinds = {
-        "scale 1: no guidance": ClassifierFree(1.0),
+        "scale 1": ClassifierFree(1.0),
         "scale 2": ClassifierFree(2.0),
         "scale 4": ClassifierFree(4.0),
-        "scale 4, interval (0.3, 1)": ClassifierFree(4.0, interval=(0.3, 1.0)),
+        "scale 4 in (0.3, 1)": ClassifierFree(4.0, interval=(0.3, 1.0)),
     }
     for axis, (name, kind) in zip(axes, kinds.items(), strict=True):
         denoise = kind.guide(data.denoise_for(on), labels, on, torch.full_like(labels, -1))
@@ -495,7 +495,7 @@ def codec() -> Figure:
 
 def ema() -> Figure:
     """The weight of each step in an average, and averages of noisy weights."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.2))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.2))
     steps = 1000
     schedules: dict[str, list[float]] = {
         "EMA(decays=0.99), with warm-up": [warmup_decay(0.99, n) for n in range(steps)],
