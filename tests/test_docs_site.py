@@ -80,12 +80,18 @@ def test_what_is_no_formula_is_left_alone(text):
         "Text:\n* a\n* b\n\ntext\n1. one\n2. two",
         "1. a\n   * b\n2. c\n\n   ```bash\n   * d\n   ```",
         "text\n2. is no item",
+        "text\n\n    code\n      more",
+        "* a\n\n    is no code",
     ],
 )
 def test_lists_are_those_of_github(text):
     from markdown_it import MarkdownIt
 
     assert Tags(to_html(text)).count == Tags(MarkdownIt("commonmark").render(text)).count
+
+
+def test_code_keeps_its_indent():
+    assert "<code>a\n  b\n</code>" in to_html("text:\n\n    a\n      b\n")
 
 
 @pytest.mark.parametrize("formula", [r"\nosuch x", r"\begin{aligned} a &= b \end{aligned}"])

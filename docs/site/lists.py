@@ -15,6 +15,7 @@ class ListsAfterText(Preprocessor):
 
     def run(self, lines: list[str]) -> list[str]:
         """Add the blank line."""
+        self.md.parser.blockprocessors["code"].tab_length = 4  # of pymdownx, which comes later
         spaced = list[str]()
         in_text = False
         for line in lines:
