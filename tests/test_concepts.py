@@ -24,6 +24,7 @@ from lit_diffusion import (
 )
 from lit_diffusion.callbacks import EMA, curriculum, loss_resampler
 from lit_diffusion.callbacks.power_ema import PowerEMA
+from lit_diffusion.cli.main import COMMANDS
 from lit_diffusion.modules.vae import VAECodec
 from lit_diffusion.networks import conditions
 
@@ -129,6 +130,13 @@ def test_links_lead_to_files_and_headings():
                 assert heading in {
                     re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings
                 }
+
+
+def test_configs_and_commands_that_are_named_exist():
+    for name, text in PAGES.items():
+        for path in re.findall(r"configs/[\w/-]+\.yaml", text):
+            assert (FOLDER.parents[1] / path).exists(), f"{name}: {path}"
+        assert set(re.findall(r"`lit-diffusion ([a-z-]+) ", text)) <= {*COMMANDS}, name
 
 
 def test_formulas_can_be_shown_as_mathml():
