@@ -1,7 +1,8 @@
 """Auxiliary metrics of the samples of an FID, stored under the record key "second_look".
 
-A method tuned on one FID may be better by that FID only. So the same samples are also compared by
-the features of other extractors, with held-out images, and with the training images for copies.
+A method that was tuned on one FID may be better by this FID only. Therefore the same samples are
+also scored with the features of other extractors and against held-out images. They are compared
+with the training images to detect copies.
 """
 
 from collections.abc import Sequence
@@ -39,11 +40,15 @@ FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorize
 class FeatureComparison:
     """A Frechet distance to measure: one extractor, and one set of real images.
 
-    `real_features` (N, F) are features of up to `MAX_NEIGHBORS` real images, for precision and
-    recall. They are None if these are not measured, and on all processes but the first.
+    Attributes:
+        name: name of the metric; "" for the FID itself.
+        scorer: extractor of the features.
+        reference: statistics of the real images.
+        real_features: (N, F) features of up to `MAX_NEIGHBORS` real images, for precision and
+            recall. None if these are not measured, and on all processes except the first.
     """
 
-    name: str  # name of the metric; "" for the FID itself
+    name: str
     scorer: Scorer
     reference: Reference
     real_features: Tensor | None = None
@@ -53,14 +58,18 @@ class FeatureComparison:
 class AuxiliaryMetrics:
     """The FID and its auxiliary metrics, ready to score samples.
 
-    `memorization` is a pair: features (N, F) of the training images, and the median distance from a
-    held-out image to its nearest training image. About half of new samples, and all copies, are
-    within that distance. It is None without two splits, and on all processes but the first.
+    Attributes:
+        comparisons: the distances to measure. The first is the FID.
+        memorization: the features (N, F) of the training images, and the median distance from a
+            held-out image to its nearest training image. About half of new samples, and all copies,
+            are within this distance. None if there are no two splits, and on all processes except
+            the first.
+        num_samples: number of samples in an evaluation.
     """
 
-    comparisons: tuple[FeatureComparison, ...]  # the first is the FID
+    comparisons: tuple[FeatureComparison, ...]
     memorization: tuple[Tensor, Tensor] | None = None
-    num_samples: int = 0  # samples of an evaluation
+    num_samples: int = 0
 
     def accumulator(self) -> "MetricAccumulator":
         """An empty accumulator for the samples of one evaluation."""
@@ -70,7 +79,8 @@ class AuxiliaryMetrics:
 class MetricAccumulator:
     """Accumulates features of the samples of one evaluation.
 
-    Process r of R adds samples r, r + R, ..., in this order. `compute` combines the processes.
+    Process r of R adds the samples r, r + R, and so on, in this order. `compute` combines the
+    processes.
     """
 
     def __init__(self, metrics: AuxiliaryMetrics) -> None:
@@ -102,7 +112,7 @@ class MetricAccumulator:
         return next(iter(by_scorer.values()))
 
     def compute(self) -> tuple[float, dict[str, float]]:
-        """Return the FID, and on the first process the other metrics by name. A collective."""
+        """Return the FID, and on the first process the other metrics by name. Collective."""
         comparisons = self._metrics.comparisons
         fid, *fids = (distance.compute().item() for distance in self._distances)
         values = dict[str, float]()
@@ -131,13 +141,13 @@ def build_auxiliary_metrics(
     cache: Path,
     labels: Sequence[int] | None,
 ) -> AuxiliaryMetrics:
-    """Measure the real images that the auxiliary metrics compare samples with. A collective.
+    """Measure the real images with which the auxiliary metrics compare samples. Collective.
 
     If the reference is the training images, the distance to held-out images is added.
 
     Args:
         fid: the FID.
-        real: its reference images.
+        real: reference images of the FID.
         others: real images that are not in `real`, or None.
         num_samples: number of samples that will be scored.
         cache: folder of cached statistics.
@@ -208,8 +218,8 @@ def _cached_features(scorer: Scorer, real: ImageSet, max_images: int, cache: Pat
 def _precision_and_recall(samples: Tensor, real: Tensor, prefix: str) -> dict[str, float]:
     """Precision and recall of samples (N, F) against real images (M, F), with k = 3 neighbors.
 
-    Returns {} if there are fewer than `MIN_IMAGES` of either, or if a sample's feature is not
-    finite.
+    Returns {} if there are fewer than `MIN_IMAGES` samples or real images, or if a feature of a
+    sample is not finite.
 
     Source: Kynkaanniemi et al. 2019, "Improved Precision and Recall Metric for Assessing Generative
     Models"; computed by torch-fidelity.

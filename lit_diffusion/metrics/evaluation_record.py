@@ -27,7 +27,10 @@ _RESULT_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
-    """One evaluation with its full protocol, as plain builtins: a line of evaluations.jsonl."""
+    """One evaluation with its full protocol, as plain builtins: a line of evaluations.jsonl.
+
+    The comments in the source describe the fields.
+    """
 
     metric: str  # logged name, which ends in the number of samples
     value: float | None  # the FID; None where samples were not finite
@@ -55,23 +58,32 @@ class FIDRecord:
 
 
 def is_repeat(record: Mapping[str, Any]) -> bool:
-    """Whether a line of evaluations.jsonl re-evaluates a step with other samples.
+    """Whether a line of evaluations.jsonl evaluates a step again, with other samples.
 
     Such a line measures how much the FID depends on the samples. It is not a point of the curve.
+
+    Example:
+        >>> is_repeat({"seeds": [360, 720]})
+        True
     """
     return "seeds" in record and record["seeds"][0] != 0
 
 
 def finite_or_none(value: float) -> float | None:
-    """The value, or None if it is NaN or infinite, which JSON cannot represent."""
+    """Return the value, or None if it is NaN or infinite, which JSON cannot represent.
+
+    Example:
+        >>> finite_or_none(2.5), finite_or_none(float("nan"))
+        (2.5, None)
+    """
     return value if math.isfinite(value) else None
 
 
 def write_evaluation(path: Path, record: FIDRecord) -> None:
-    """Write a line of evaluations.jsonl. It replaces lines with the same step and protocol.
+    """Write a line of evaluations.jsonl, in place of lines with the same step and protocol.
 
-    Such lines exist if a run resumed from before that step and evaluates it again. If `images` is
-    None, as for evaluations outside of a fit, the value of the replaced line is used.
+    Such lines exist if a run has resumed before this step and evaluates it again. If `images` is
+    None, as in evaluations outside a fit, the value of the replaced line is used.
 
     Raises:
         ValueError: if the existing file is not JSON lines.
@@ -102,7 +114,11 @@ class ImageCount(NamedTuple):
     """Counts training images over all processes, including resumes that change the batch size.
 
     After `batches` batches per process the count was `images`. Every later batch adds `per_batch`
-    images over all processes. None means unknown.
+    images over all processes. None means that a number is unknown.
+
+    Example:
+        >>> ImageCount(images=1000, batches=10, per_batch=64).at(batches=12)
+        1128
     """
 
     images: int | None
@@ -127,9 +143,9 @@ class ImageCount(NamedTuple):
 
 
 def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> ImageCount:
-    """The count at the start of a fit. It continues `previous`, the count in a checkpoint.
+    """Return the count at the start of a fit, which continues `previous`, that of a checkpoint.
 
-    Without `previous`, batches before a resume are assumed to have the current batch size.
+    If `previous` is None, batches before a resume are assumed to have the current batch size.
     """
     batch_size = getattr(trainer.train_dataloader, "batch_size", None)
     per_batch = int(batch_size * trainer.world_size) if batch_size else None
@@ -142,6 +158,10 @@ def parse_image_count(state: Any) -> ImageCount | None:
 
     Raises:
         ValueError: for anything else.
+
+    Example:
+        >>> parse_image_count([1000, 10, 64])
+        ImageCount(images=1000, batches=10, per_batch=64)
     """
     if state is None:
         return None
@@ -152,7 +172,7 @@ def parse_image_count(state: Any) -> ImageCount | None:
 
 
 def count_training_images(trainer: Trainer) -> int | None:
-    """Training images of a fit so far on all processes; None if the batch size is unknown."""
+    """Number of training images of a fit so far, on all processes; None if it is unknown."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(count := getattr(callback, "image_count", None), ImageCount):
             return count.now(trainer)
@@ -172,6 +192,13 @@ class EvaluationClock:
         title: prefix of each line.
         total: number of samples.
         interval: seconds between lines. The first line is printed after the first batch.
+
+    Example:
+        >>> clock = EvaluationClock("FID", total=100)
+        >>> with clock.phase("generate"):
+        ...     pass
+        >>> sorted(clock.seconds())
+        ['estimated', 'generate', 'total']
     """
 
     def __init__(self, title: str, total: int, interval: float = 30.0) -> None:

@@ -1,4 +1,4 @@
-"""FID protocols. Each specifies a feature extractor, its weights, and how images are resized.
+"""FID protocols: the feature extractor, its weights, and how images are resized.
 
 Two FIDs are comparable only under the same protocol and with the same numbers of images.
 """
@@ -39,7 +39,12 @@ GRID = 8
 
 @runtime_checkable
 class FIDProtocol(Protocol):
-    """A named feature extractor."""
+    """A named feature extractor.
+
+    Example:
+        >>> isinstance(Pixels(channels=3), FIDProtocol)
+        True
+    """
 
     @property
     def name(self) -> str:
@@ -58,30 +63,35 @@ class FIDProtocol(Protocol):
         """How images are resized before they are scored, in words."""
 
     def check(self) -> None:
-        """Raise if the weights are missing or corrupt. Cheap, as it is called before training."""
+        """Raise an error if the weights are missing or corrupt; must be fast."""
 
     def build(self) -> nn.Module:
-        """A module in eval mode that maps uint8 (N, channels, H, W) to features (N, F).
+        """Build a module in eval mode that maps uint8 (N, channels, H, W) to features (N, F).
 
-        Its attribute `num_features` is F. A method `logits(features)` -> (N, classes) is needed for
-        the inception score only.
+        Its attribute `num_features` is F. Only the inception score needs a method
+        `logits(features)` that returns (N, classes).
         """
 
 
 @dataclass(frozen=True)
 class InceptionV3Compat:
-    """The FID of the literature, as computed by torch-fidelity and the original TensorFlow code.
+    """Protocol of published FIDs, as in torch-fidelity and the original TensorFlow code.
 
     It uses the 2048 pooled features of Inception-v3 of 2015-12-05. Images are resized to 299x299 as
     in TensorFlow 1: bilinear, without antialiasing. This equals
-    `FrechetInceptionDistance(antialias=False)` of torchmetrics. The default there is antialiased
-    and not comparable with published numbers.
+    `FrechetInceptionDistance(antialias=False)` of torchmetrics. The default of torchmetrics is
+    antialiased, and is not comparable with published numbers.
 
     Args:
         weights_path: weight file; None means torch-fidelity's file in the cache of `torch.hub`.
-        sha256: SHA-256 of that file.
+        sha256: SHA-256 of the weight file.
 
-    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4; network and resize by torch-fidelity.
+    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4. The network and the resize are those
+    of torch-fidelity.
+
+    Example:
+        >>> InceptionV3Compat().name
+        'inception-v3-compat'
     """
 
     weights_path: str | None = None
@@ -96,7 +106,7 @@ class InceptionV3Compat:
         require_sha256(self._path(), self.sha256, FETCH_HINT)
 
     def build(self) -> nn.Module:
-        """A module that maps images uint8 (N, 3, H, W) to features (N, 2048)."""
+        """Build a module that maps images uint8 (N, 3, H, W) to features (N, 2048)."""
         self.check()
         state = torch.load(check_regular(self._path()), map_location="cpu", weights_only=True)
         inception: nn.Module = _Inception(state).eval()
@@ -110,8 +120,8 @@ class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
     num_features = 2048
 
     def __init__(self, state: dict[str, Tensor]) -> None:
-        # torch-fidelity reads its file with full pickle, so it gets weights in memory. A path must
-        # be no argument, as a class path in a checkpoint may name this class.
+        # torch-fidelity reads its file with full pickle, so it gets weights in memory instead. A
+        # path must not be an argument, because a class path in a checkpoint may name this class.
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
@@ -144,8 +154,11 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
         Path of the file, after its SHA-256 was verified.
 
     Raises:
-        ConnectionError: If `url` cannot be reached.
-        ValueError: If the existing or the downloaded file has another hash.
+        ConnectionError: if `url` cannot be reached.
+        ValueError: if the existing or the downloaded file has another hash.
+
+    Example:
+        >>> path = fetch_weights()  # doctest: +SKIP
     """
     path = inception_path() if destination is None else Path(destination)
     path = path / INCEPTION_FILE if path.is_dir() else path
@@ -155,8 +168,8 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
             torch.hub.download_url_to_file(url, str(path), hash_prefix=INCEPTION_SHA256)
         except URLError as error:
             raise ConnectionError(
-                f"cannot download {url} ({error.reason}); run this where there is a network, then "
-                f"copy the file to {path}."
+                f"cannot download {url} ({error.reason}); run this on a machine with a network, "
+                f"then copy the file to {path}."
             ) from error
         except RuntimeError as error:  # raised by torch for a wrong hash, after deleting the file
             raise ValueError(f"{url}: {error}; nothing was kept. Try again.") from error
@@ -165,7 +178,13 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
 
 
 def require_sha256(path: Path, sha256: str, remedy: str) -> None:
-    """Raise FileNotFoundError or ValueError, with a remedy, unless `path` has this SHA-256."""
+    """Raise FileNotFoundError or ValueError unless the file `path` has this SHA-256.
+
+    Args:
+        path: the file.
+        sha256: expected hash, 64 hex digits.
+        remedy: advice for the end of the message.
+    """
     if not path.exists():
         raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
     with check_regular(path).open("rb") as file:
@@ -193,7 +212,7 @@ class _SmallCNN:
         require_sha256(self.path, self.sha256, self.remedy)
 
     def build(self) -> nn.Module:
-        """A module that maps images uint8 (N, channels, H, W) to features (N, num_features)."""
+        """Build a module that maps images uint8 (N, channels, H, W) to (N, num_features)."""
         self.check()
         return load_small_classifier(load_file(check_regular(self.path)), self.size)
 
@@ -207,13 +226,16 @@ def _shipped_classifiers() -> dict[str, dict[str, Any]]:
 class EmbeddedCNN(_SmallCNN):
     """A small classifier that ships with the package, for images unlike those of Inception.
 
-    `digits-cnn` takes 8x8 grey digits, `patches-cnn` 32x32 colour crops of photographs. Both have
-    64 features, so a few hundred images are enough. They were trained on the training split of
-    these data only (by tests/benchmarks/train_classifiers.py of commit 4282dab). Such an FID is
-    comparable only with FIDs of the same protocol, never with published ones.
+    `digits-cnn` is for 8x8 grey digits, and `patches-cnn` for 32x32 colour crops of photographs.
+    Both have 64 features, so a few hundred images are enough. They were trained on the training
+    split of these data alone, by tests/benchmarks/train_classifiers.py of commit 4282dab. Such an
+    FID is comparable only with FIDs of the same protocol, never with published FIDs.
+
+    Args:
+        name: "digits-cnn" or "patches-cnn".
 
     Raises:
-        ValueError: For an unknown name.
+        ValueError: for an unknown name.
 
     Example:
         >>> protocol = EmbeddedCNN("digits-cnn")
@@ -235,17 +257,20 @@ class EmbeddedCNN(_SmallCNN):
 
 
 class TrainedCNN(_SmallCNN):
-    """A small network that `lit-diffusion train-extractor` trained on user images.
+    """A small network that `lit-diffusion train-extractor` has trained on your own images.
 
     The protocol's name ends in the first 8 digits of the file's SHA-256, so it is unique to the
     weights. Such FIDs are comparable only for the same data and weights.
 
     Args:
-        path: file that the command wrote.
+        path: file that the command has written.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file is of another kind.
+        FileNotFoundError: if there is no such file.
+        ValueError: if the file is of another kind.
+
+    Example:
+        >>> protocol = TrainedCNN("extractor.safetensors")  # doctest: +SKIP
     """
 
     remedy = "Train the extractor again."
@@ -275,7 +300,7 @@ class TrainedCNN(_SmallCNN):
 
 @dataclass(frozen=True)
 class Pixels:
-    """Pixels as features: the means over an 8x8 grid, in [-1, 1]. Nothing is trained.
+    """Protocol whose features are pixels: the means over an 8x8 grid, in [-1, 1].
 
     Example:
         >>> Pixels(channels=1).build()(torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).shape
@@ -289,7 +314,7 @@ class Pixels:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of resize and channels, as there are no weights; 64 hex digits."""
+        """SHA-256 of resize and channels, because there are no weights; 64 hex digits."""
         return hashlib.sha256(f"{self.resize}, {self.channels}".encode()).hexdigest()
 
     def check(self) -> None:
@@ -311,7 +336,7 @@ class _PixelGrid(nn.Module):
 
 @dataclass(frozen=True)
 class RandomCNN:
-    """A small convolutional network with fixed random weights.
+    """Protocol whose features are those of a small convolutional network with fixed random weights.
 
     Example:
         >>> RandomCNN(channels=3).build()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape
@@ -355,10 +380,14 @@ class _RandomClassifier(SmallClassifier):
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
-    """The protocol of this name, or for a .safetensors file of `train-extractor`.
+    """Return the protocol with this name, or that of a .safetensors file of `train-extractor`.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: if there is none.
+
+    Example:
+        >>> protocol_by_name("digits-cnn").channels
+        1
     """
     if name == InceptionV3Compat.name:
         return InceptionV3Compat()
@@ -376,11 +405,15 @@ def protocol_by_name(name: str) -> FIDProtocol:
 def match_channels(images: Tensor, channels: int) -> Tensor:
     """Convert images uint8 (..., C, H, W) to the number of channels that an extractor takes.
 
-    Grey is repeated to RGB. RGB becomes grey only if all channels are equal, as in a grey PNG read
-    as RGB.
+    Grey images are repeated to RGB. RGB becomes grey only if all channels are equal, for example if
+    a grey PNG was read as RGB.
 
     Raises:
         ValueError: for other conversions.
+
+    Example:
+        >>> match_channels(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), channels=3).shape
+        torch.Size([2, 3, 8, 8])
     """
     actual = images.shape[-3]
     if actual == channels:

@@ -14,11 +14,11 @@ REAL_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_sa
 class FrechetDistance(FrechetInceptionDistance):
     """Frechet distance of batches of features, accumulated in float64 and over processes.
 
-    |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2)) for the means mu and covariances S of the
-    fake and the real features. torchmetrics accumulates the features. This class computes the trace
-    of the square root itself, as torchmetrics' method does not converge for some rank-deficient
-    covariances. `compute()` is a collective. It returns a float64 scalar >= 0, or NaN if any
-    feature is not finite.
+    The distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2)) for the means mu and the
+    covariances S of the fake and the real features. torchmetrics accumulates the features. This
+    class computes the trace of the square root itself, because torchmetrics' method does not
+    converge for some rank-deficient covariances. `compute()` is collective. It returns a float64
+    scalar >= 0, or NaN if any feature is not finite.
 
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
     Nash Equilibrium", Eq. 6.
@@ -72,12 +72,12 @@ class FrechetDistance(FrechetInceptionDistance):
         return mean, (outer - count * mean.outer(mean)) / (count - 1)
 
     def real_sums(self) -> dict[str, Tensor]:
-        """States of the real images, summed over processes, on the CPU. A collective."""
+        """States of the real images, summed over processes, on the CPU. Collective."""
         with self.sync_context(dist_sync_fn=_sum_over_processes):
             return {name: getattr(self, name).cpu().clone() for name in REAL_SUMS}
 
     def add_real_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Add sums from `real_sums`, on one process only, as `compute` sums over processes."""
+        """Add sums from `real_sums`. Call it on one process only: `compute` sums over processes."""
         for name in REAL_SUMS:
             setattr(self, name, getattr(self, name) + sums[name].to(self.device))
 

@@ -9,7 +9,16 @@ MAX_PSNR = 100.0
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio (N,) in dB, at most `MAX_PSNR`, of pairs uint8 (N, C, H, W)."""
+    """Peak signal-to-noise ratio of pairs of images uint8 (N, C, H, W), in dB.
+
+    Returns:
+        (N,), at most `MAX_PSNR`.
+
+    Example:
+        >>> black = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
+        >>> psnr(black, black).item(), round(psnr(black, black + 255).item(), 3)
+        (100.0, 0.0)
+    """
     dims = tuple(range(1, a.ndim))
     values = peak_signal_noise_ratio(
         a.double(), b.double(), data_range=255.0, reduction="none", dim=dims
@@ -19,16 +28,31 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pairwise_psnr(a: Tensor, b: Tensor) -> Tensor:
-    """PSNR (N, M) in dB, at most `MAX_PSNR`, of all pairs of images uint8 (N or M, C, H, W)."""
+    """Peak signal-to-noise ratio of all pairs of N and M images uint8 (C, H, W), in dB.
+
+    Returns:
+        (N, M), at most `MAX_PSNR`.
+
+    Example:
+        >>> images = torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8)
+        >>> pairwise_psnr(images, images).diag().tolist()
+        [100.0, 100.0, 100.0]
+    """
     distance = torch.cdist(a.flatten(1).double(), b.flatten(1).double())
     values: Tensor = 20 * (255 * a[0].numel() ** 0.5 / distance).log10()
     return values.clamp(max=MAX_PSNR)
 
 
 def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:
-    """L2 distance (N,) and index (N,) of the nearest neighbor in `bank` (M, ...) of each image.
+    """Find the nearest neighbor of each image in a bank of images.
 
-    The bank is processed in chunks of `chunk` images.
+    Args:
+        images: (N, ...).
+        bank: (M, ...), processed in chunks.
+        chunk: number of images in a chunk.
+
+    Returns:
+        L2 distance (N,) to the nearest image of the bank, and its index (N,).
 
     Example:
         >>> bank = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Image sets to score: from the batches of any loader, folders, .npz files and data modules."""
+"""Image sets to score, from the batches of any loader, folders, .npz files and data modules."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,15 +30,20 @@ OVERVIEWS = ("grid.png", "trajectory.png")
 
 
 def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> Tensor:
-    """Images of a batch, of any dtype and layout.
+    """Select the images of a batch, of any dtype and layout.
 
     Args:
         batch: batch of any loader.
-        key: how to get the images of the batch.
+        key: where the images are: an index, a key, or a function of the batch. None uses the batch
+            itself, its first part, or the one image tensor of a dictionary.
         ndim: required number of dimensions; None allows any.
 
     Raises:
         TypeError: if there are no such images. The message explains how to pass their key.
+
+    Example:
+        >>> select_images({"image": torch.zeros(2, 3, 8, 8), "name": ["a", "b"]}).shape
+        torch.Size([2, 3, 8, 8])
     """
     key = _default_key(batch) if key is None else key
     try:
@@ -48,20 +53,21 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
     if not isinstance(images, Tensor) or ndim not in (None, images.ndim):
         raise TypeError(
             f"images must be (N, C, H, W), got {_describe(images)} of a batch {_describe(batch)}; "
-            'say where they are, as images=0, images="image" or images=lambda batch: ....'
+            'pass where they are: images=0, images="image" or images=lambda batch: ....'
         )
     return images
 
 
 def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
-    """Images of a batch as uint8 (N, C, H, W).
+    """Convert the images of a batch to uint8 (N, C, H, W).
 
     Channels-last images are permuted. Floats are accepted if they are 256 evenly spaced levels in
     [0, 1] or in [-1, 1].
 
     Args:
         batch: batch of any loader.
-        key: how to get the images of the batch.
+        key: where the images are: an index, a key, or a function of the batch; None as in
+            `select_images`.
 
     Raises:
         TypeError: for other values. The message suggests a conversion.
@@ -89,9 +95,9 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     where = "f(batch)" if callable(key) else "batch" if key is None else f"batch[{key!r}]"
     low, high = (float(bound) for bound in images.aminmax())
     raise TypeError(
-        f"images are {images.dtype} from {low:.3g} to {high:.3g}, and which numbers are black and "
-        f"white is not known: write images=lambda batch: (255 * {where}).round().clamp(0, 255)"
-        f".to(torch.uint8) if these are 0 and 1, or 127.5 * {where} + 127.5 in it if -1 and 1."
+        f"images are {images.dtype} from {low:.3g} to {high:.3g}, and it is not known which "
+        f"numbers are black and white: if 0 and 1, pass images=lambda batch: (255 * {where})"
+        f".round().clamp(0, 255).to(torch.uint8); if -1 and 1, use 127.5 * {where} + 127.5 in it."
     )
 
 
@@ -101,8 +107,8 @@ def _default_key(batch: Any) -> BatchKey:
     keys = [key for key, v in batch.items() if isinstance(v, Tensor) and v.ndim == 4]
     if len(keys) != 1:
         raise TypeError(
-            f"which of {sorted(map(str, batch))} in a batch are its images is not known; say it, "
-            'as images="image".'
+            f"it is not known which of {sorted(map(str, batch))} in a batch are its images; pass "
+            'the key, such as images="image".'
         )
     return keys[0]  # type: ignore[no-any-return]
 
@@ -117,7 +123,11 @@ def read_image(path: Path) -> Tensor:
     """Read a grey or RGB file, with or without alpha, as uint8 (C, H, W).
 
     Raises:
-        ValueError: if the file cannot be read, or is of another mode such as a palette.
+        ValueError: if the file cannot be read, or has another mode, such as a palette.
+
+    Example:
+        >>> read_image(Path("cat.png")).shape  # doctest: +SKIP
+        torch.Size([3, 32, 32])
     """
     with checked_read(path, "image") as file, open_image(file) as image:
         mode = image.mode
@@ -130,14 +140,18 @@ def read_image(path: Path) -> Tensor:
 
 
 class FolderImages(Dataset[Tensor]):
-    """PNG and JPEG files in a folder and its subfolders, sorted by path.
+    """Dataset of the PNG and JPEG files in a folder and its subfolders, sorted by path.
 
     An item is uint8 (C, H, W), with C = 1 for grey and 3 for RGB, or 2 and 4 with alpha. All files
     must have the same shape. Files named in `OVERVIEWS` are ignored.
 
     Raises:
-        ValueError: if there are no images. Items raise it if the file is unreadable or has another
-            shape.
+        ValueError: if there are no images. When an item is read, if its file is unreadable or has
+            another shape.
+
+    Example:
+        >>> FolderImages("samples")[0].shape  # doctest: +SKIP
+        torch.Size([3, 32, 32])
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -166,7 +180,11 @@ def open_images(path: str | Path) -> Dataset[Any]:
     guided-diffusion publishes samples and reference images in this .npz format.
 
     Raises:
-        ValueError: if `path` is neither, or holds something else.
+        ValueError: if `path` is neither, or has other content.
+
+    Example:
+        >>> len(open_images("samples"))  # doctest: +SKIP
+        64
     """
     path = Path(path)
     if path.is_dir():
@@ -183,9 +201,15 @@ def open_images(path: str | Path) -> Dataset[Any]:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A named set of images: samples to score, or a reference."""
+    """A named set of images: samples to score, or a reference.
 
-    name: str  # split or path that the images are from
+    Example:
+        >>> images = as_image_set(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "zeros")
+        >>> [(len(batch), labels) for batch, labels in images.batches(batch_size=3)]
+        [(3, [-1, -1, -1]), (1, [-1])]
+    """
+
+    name: str  # split or path of the images
     dataset: Dataset[Any]  # map-style; batches hold images, and optionally labels
     collate: Callable[[list[Any]], Any] | None = None  # collate_fn of its DataLoaders
     num_workers: int = 0  # workers of its DataLoaders
@@ -205,8 +229,8 @@ class ImageSet:
     ) -> Iterator[tuple[Tensor, list[int]]]:
         """Yield images uint8 (N, C, H, W) and their N labels, in the order of `index` (None: all).
 
-        Labels are the second item of a batch that is a tuple or list, or the first of `LABEL_KEYS`
-        in a dictionary. They are -1 if there is no integer tensor (N,) there.
+        If a batch is a tuple or list, labels are its second item. If it is a dictionary, they are
+        the value of the first of `LABEL_KEYS` in it. They are -1 if this is no integer tensor (N,).
         """
         subset = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
@@ -241,7 +265,16 @@ class ImageSet:
 
 
 def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
-    """Convert a tensor uint8 (N, C, H, W), called `name`, or a path to an `ImageSet`."""
+    """Convert a tensor uint8 (N, C, H, W), or a path, to an `ImageSet`.
+
+    Args:
+        source: a tensor, the path of a folder or .npz file, or an `ImageSet`.
+        name: name of a tensor.
+
+    Example:
+        >>> len(as_image_set(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "zeros"))
+        4
+    """
     if isinstance(source, ImageSet):
         return source
     if isinstance(source, Tensor):
@@ -250,7 +283,9 @@ def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
 
 
 def evenly_spaced(size: int, num: int) -> list[int]:
-    """At most `num` evenly spaced indices in 0, ..., size - 1. Data are often sorted by class.
+    """List at most `num` evenly spaced indices from 0, ..., size - 1.
+
+    They are evenly spaced because data are often sorted by class.
 
     Example:
         >>> evenly_spaced(10, 4)
@@ -272,9 +307,14 @@ class HasSplits(Protocol):
 
 
 def open_split(data: HasSplits, name: str) -> ImageSet:
-    """Images of the split "train", "val" or "test" of a data module.
+    """Open the images of the split "train", "val" or "test" of a data module.
 
-    "test" means the split in the module's attribute `tests_on`, or "val" if it has none.
+    "test" is the split that the data module's attribute `tests_on` names, or "val" if it has none.
+
+    Example:
+        >>> from lit_diffusion.data.digits import Digits
+        >>> len(open_split(Digits(), "val"))
+        360
     """
     split = getattr(data, "tests_on", "val") if name == "test" else name
     loader, fingerprint = data.in_order(split), partial(data.fingerprint, split)
@@ -283,4 +323,4 @@ def open_split(data: HasSplits, name: str) -> ImageSet:
 
 
 def _refuse_latents(batch: object) -> Tensor:
-    raise TypeError("the data are latents, and images are compared with images.")
+    raise TypeError("the data are latents, but images must be compared with images.")

@@ -57,9 +57,15 @@ class Reference:
 
 @dataclass(frozen=True)
 class Scorer:
-    """The extractor `protocol.build()` on its device, and its batch size.
+    """The extractor of a protocol on a device, with its batch size.
 
     Sums of features are on the same device, or on the CPU if the device has no float64.
+
+    Example:
+        >>> from lit_diffusion.metrics.extractors import Pixels
+        >>> scorer = Scorer(Pixels(1), Pixels(1).build(), torch.device("cpu"), batch_size=64)
+        >>> scorer.features(torch.zeros(2, 1, 16, 16, dtype=torch.uint8)).shape
+        torch.Size([2, 64])
     """
 
     protocol: FIDProtocol
@@ -88,7 +94,8 @@ class Scorer:
     def features_of_share(self, images: ImageSet, index: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Features of this process's share of the images at `index`, and the labels of all of them.
 
-        Process r of R has index[r], index[r + R], .... A collective: all processes must call it.
+        The share of process r of R is index[r], index[r + R], and so on. Collective: all processes
+        must call it.
         """
         rank, world_size = rank_and_world_size()
         features, labels = [torch.zeros(0, self.num_features, device=self.device)], []
@@ -110,15 +117,16 @@ def measure_reference(
     labels: Sequence[int] | None = None,
     real_features: Tensor | None = None,
 ) -> Reference:
-    """Measure the statistics of `real` and the floor, or read them from the cache. A collective.
+    """Measure the statistics of `real` and the floor, or read them from the cache. Collective.
 
-    The floor is the FID of real images in place of samples: the score of a perfect model. If
-    `others` is given (the training images if the reference is the held-out split, or the reverse),
-    at most `num_samples` of them are scored against the whole reference. Otherwise a part of the
-    reference (at most half of it, and at most `num_samples`) is scored against the rest. An FID
-    depends on the balance of classes, so images are drawn with the labels of the samples as far as
-    possible. The floor is the mean over `NUM_DRAWS` draws from a pool that is up to `POOL_FACTOR`
-    times as large as a draw.
+    The floor is the FID of real images in place of samples: the score of a perfect model. `others`
+    are the training images if the reference is the held-out split, or the reverse. If there are
+    others, at most `num_samples` of them are scored against the whole reference. If not, a part of
+    the reference (at most half of it, and at most `num_samples`) is scored against the rest.
+
+    An FID depends on the balance of classes. Therefore images are drawn with the same labels as the
+    samples, as far as possible. The floor is the mean over `NUM_DRAWS` draws from a pool that is up
+    to `POOL_FACTOR` times as large as a draw.
 
     Args:
         scorer: extracts the features.
@@ -127,11 +135,11 @@ def measure_reference(
         num_samples: number of samples that will be scored.
         cache: folder of cached statistics.
         labels: labels of these samples; None if they have none.
-        real_features: features (N, F) of all reference images if they are known; only on a single
-            process.
+        real_features: (N, F) features of all reference images, if they are known. Allowed on a
+            single process only.
 
     Raises:
-        ValueError: If there are fewer than 4 real images, fewer than 2 others, or features that are
+        ValueError: if there are fewer than 4 real images or fewer than 2 others, or if features are
             not finite.
     """
     if len(real) < MIN_IMAGES or (others is not None and len(others) < 2):
@@ -220,7 +228,12 @@ def _rows_of_share(index: Iterable[int]) -> list[int]:
 
 
 def shuffled_range(size: int, number: int) -> list[int]:
-    """Random permutation of 0, ..., size - 1, as a function of `size` and `number`."""
+    """Permute 0, ..., size - 1 at random; the result is a function of `size` and `number`.
+
+    Example:
+        >>> sorted(shuffled_range(5, number=0)), shuffled_range(9, 0) == shuffled_range(9, 1)
+        ([0, 1, 2, 3, 4], False)
+    """
     generator = torch.Generator().manual_seed(fold("floor images", number))
     order: list[int] = torch.randperm(size, generator=generator).tolist()
     return order
@@ -242,6 +255,10 @@ def draw_by_labels(
 
     Returns:
         Indices of the images in the pool.
+
+    Example:
+        >>> sorted(draw_by_labels([0, 0, 1, 1], wanted={1: 2}, size=2, number=0))
+        [2, 3]
     """
     remaining = Counter(wanted)
     matching, others = [], []
@@ -255,7 +272,7 @@ def draw_by_labels(
 
 
 def load_statistics(path: Path) -> dict[str, Tensor] | None:
-    """Load the tensors of `save_statistics`; None if there is no such file.
+    """Load the tensors that `save_statistics` has written; None if there is no such file.
 
     Raises:
         ValueError: if the file is broken.
@@ -272,7 +289,7 @@ def load_statistics(path: Path) -> dict[str, Tensor] | None:
 
 
 def save_statistics(path: Path, statistics: Mapping[str, Tensor]) -> None:
-    """Write tensors as .npz, atomically."""
+    """Write tensors to an .npz file, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, shared=True) as file:
         np.savez(file, **{name: value.numpy() for name, value in statistics.items()})  # type: ignore[arg-type]

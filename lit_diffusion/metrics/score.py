@@ -29,15 +29,15 @@ def score_images(
     Args:
         fake: images to score: a tensor uint8 (N, C, H, W), a folder or .npz file, or an `ImageSet`.
         real: reference images, in one of the same forms.
-        protocol: provides the features, and the logits for the inception score.
+        protocol: protocol that provides the features, and the logits for the inception score.
         batch_size: images per forward pass.
         device: "cpu" or "cuda".
 
     Returns:
-        The scores and their protocol: see `score_features`.
+        The scores and their protocol, as described in `score_features`.
 
     Raises:
-        ValueError: If there are fewer than 4 images of either kind.
+        ValueError: if there are fewer than 4 images of either kind.
 
     Example:
         >>> from lit_diffusion.metrics.extractors import EmbeddedCNN
@@ -52,7 +52,16 @@ def score_images(
 
 
 def extract_features(scorer: Scorer, images: ImageSet) -> Tensor:
-    """Features (N, F) of all images, on the CPU."""
+    """Extract the features (N, F) of all images, on the CPU.
+
+    Example:
+        >>> from lit_diffusion.metrics.extractors import Pixels
+        >>> from lit_diffusion.metrics.images import as_image_set
+        >>> scorer = Scorer(Pixels(1), Pixels(1).build(), torch.device("cpu"), batch_size=64)
+        >>> zeros = as_image_set(torch.zeros(5, 1, 16, 16, dtype=torch.uint8), "zeros")
+        >>> extract_features(scorer, zeros).shape
+        torch.Size([5, 64])
+    """
     return torch.cat(
         [scorer.features(batch).cpu() for batch, _ in images.batches(scorer.batch_size)]
     )
@@ -68,17 +77,22 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
         real: features (M, F) of the reference images, on the CPU.
 
     Returns:
-        `fid`, `kid`, `kid_std` (over 100 subsets), `precision`, `recall` (k = 3 neighbors),
-        `inception_score` and `inception_score_std` as floats, and the entries of the protocol.
+        The scores as floats, by name: `fid`, `kid`, `kid_std` (over 100 subsets), `precision`,
+        `recall` (k = 3 neighbors), `inception_score` and `inception_score_std`. Further entries
+        describe the protocol.
 
     Raises:
-        ValueError: If there are fewer than 4 images of either kind, which leaves no 3 neighbors.
+        ValueError: if there are fewer than 4 images of either kind, because precision and recall
+            need 3 neighbors.
+
+    Example:
+        See `score_images`.
     """
     if min(len(fake), len(real)) < 4:
         raise ValueError(f"scores need 4 images of each kind, got {len(fake)} and {len(real)}.")
     settings = {
         "isc_splits": min(10, len(fake)),
-        # With subsets of all images, kid_std would be 0.
+        # If subsets had all images, kid_std would be 0.
         "kid_subset_size": min(1000, min(len(fake), len(real)) // 2),
         "prc_neighborhood": 3,
         "rng_seed": 2020,  # seed of torch-fidelity's subsets and splits

@@ -1,9 +1,10 @@
 """The small convolutional network whose features score small images, and its training.
 
-The features must depend on the content of an image and on its quality. So the network learns two
-tasks at once. The first is to classify clean images or, without classes, to match augmented views
-of the same image. The second, with a head that is discarded later, is to detect whether an image is
-clean, blurred or noisy. With the first task alone, the features and FID would ignore noise.
+The features must depend on the content of an image and on its quality. Therefore the network learns
+two tasks at once. The first task is to classify clean images, or to match augmented views of the
+same image if there are no classes. The second task is to detect whether an image is clean, blurred
+or noisy; its head is discarded later. With the first task alone, the features and the FID would
+ignore noise.
 """
 
 import json
@@ -32,7 +33,8 @@ LabelledBatch: TypeAlias = tuple[Tensor, Tensor]
 class SmallClassifier(nn.Module):
     """Classifier of small images. FID uses the spatial means of its last feature map.
 
-    Each stage is a 3x3 convolution, batch norm and ReLU; all but the last end in 2x2 max pooling.
+    Each stage is a 3x3 convolution, batch norm and ReLU. All stages except the last end in 2x2 max
+    pooling.
 
     Args:
         channels: channels of the images, >= 1.
@@ -115,8 +117,8 @@ def train_extractor(
 ) -> SmallClassifier:
     """Train a `SmallClassifier` on images, and write it to a file for `extractors.TrainedCNN`.
 
-    It learns the classes of the images, or with fewer than two classes, to match views of the same
-    image. Training is reproducible on the same machine.
+    The network learns the classes of the images. If there are fewer than two classes, it learns to
+    match views of the same image. Training is reproducible on the same machine.
 
     Args:
         images: training images, all of one size.
@@ -125,11 +127,11 @@ def train_extractor(
         steps: optimizer steps.
         batch_size: images per step.
         device: device to train on.
-        log: called with a progress line about every ten seconds.
+        log: function that is called with a progress line about every ten seconds.
 
     Raises:
-        ValueError: if `path` exists or has another suffix, or for no steps, fewer than two images,
-            or labels out of range.
+        ValueError: if `path` exists or has another suffix, if there are no steps or fewer than two
+            images, or if labels are out of range.
         OSError: if `path` cannot be written.
 
     Source: T. Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual
@@ -142,9 +144,9 @@ def train_extractor(
             f"and two images, got {path}, {steps}, {batch_size} and {len(images)}."
         )
     if path.exists():
-        raise ValueError(f"{path} is there already, and runs may go by it; name another file.")
+        raise ValueError(f"{path} exists already, and runs may use it; name another file.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path.parent).close()  # raises now rather than after training
+    tempfile.TemporaryFile(dir=path.parent).close()  # an error now is better than after training
     with isolate_rng():
         torch.manual_seed(fold("train-extractor"))
         generator = torch.Generator().manual_seed(fold("batches of train-extractor"))
@@ -185,9 +187,10 @@ def _jittered_batches(
 
 
 def stage_widths(side: int) -> tuple[int, ...]:
-    """Widths of a `SmallClassifier` for images of `side` pixels.
+    """Choose the widths of the stages of a `SmallClassifier` for images of `side` pixels.
 
-    It pools to a side of 4 to 7 pixels, but at least twice for images of 4 pixels or more.
+    The network pools to a side of 4 to 7 pixels. It pools at least twice for images of 4 pixels or
+    more.
 
     Example:
         >>> stage_widths(8), stage_widths(64)
@@ -203,7 +206,7 @@ class ExtractorTask:
     """The training task of an extractor, on images in [-1, 1].
 
     Dither makes the network ignore invisible differences, such as the spacing of grey levels in
-    data with few of them.
+    data with few levels.
     """
 
     steps: int  # optimizer steps
@@ -250,9 +253,14 @@ def fit(
 
 
 def contrastive_loss(a: Tensor, b: Tensor, temperature: float = 0.2) -> Tensor:
-    """NT-Xent loss, a scalar, of embeddings (N, D) each of two views of N images.
+    """Compute the NT-Xent loss, a scalar, from the embeddings (N, D) of two views of N images.
 
     Source: T. Chen et al. 2020, equation 1.
+
+    Example:
+        >>> a = torch.eye(4)
+        >>> bool(contrastive_loss(a, a) < contrastive_loss(a, a.flip(0)))
+        True
     """
     rows = F.normalize(torch.cat([a, b]))
     cosines = (rows @ rows.T / temperature).fill_diagonal_(-math.inf)
@@ -270,9 +278,9 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
-    """Blur a third of the images (N, C, H, W), add noise to another third, and dither all.
+    """Blur a third of the images (N, C, H, W), add noise to another third, and dither all of them.
 
-    Strengths are random.
+    The strengths are random.
 
     Returns:
         The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 blurred, 2 noisy.

@@ -84,7 +84,7 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys, 
     assert "4 shards written to others, which has 4 of 8." in capsys.readouterr().out
     write_config(reference="val")
     assert call("fit --config latents.yaml") == 2
-    assert "val: the data are latents, and images are compared" in capsys.readouterr().err
+    assert "val: the data are latents, but images must be compared" in capsys.readouterr().err
     assert not Path("run/checkpoints/last.ckpt").exists()
     write_config(reference="crops")
     assert call("fit --config latents.yaml") == 0

@@ -71,7 +71,7 @@ def test_other_floats_are_refused_with_what_to_write_and_it_works(images):
     [
         ({"jpg": LEVELS, "mask": LEVELS}, None, r"which of \['jpg', 'mask'\] .* images=\"image\""),
         ({"jpg": LEVELS}, "png", r"images='png' finds nothing in a batch with \['jpg'\]"),
-        ([torch.zeros(3, 4)], None, r"got torch.float32 \(3, 4\) of a batch list; say where"),
+        ([torch.zeros(3, 4)], None, r"got torch.float32 \(3, 4\) of a batch list; pass where"),
     ],
 )
 def test_a_batch_without_images_is_refused_with_what_it_has(batch, where, message):

@@ -181,7 +181,7 @@ def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
         ("layers_per_block", 10**30, "no config of an Autoenc"),  # would take for ever to build
         ("shift_factor", 10**400, "no config of an Autoenc"),
         ("scaling_factor", "x", "no config of an Autoenc"),
-        ("_class_name", "VQModel", "holds VQModel, and an AutoencoderKL is needed"),
+        ("_class_name", "VQModel", "holds VQModel, but an AutoencoderKL is needed"),
     ],
 )
 def test_a_config_with_odd_values_or_of_something_else_is_refused(tmp_path, name, value, message):

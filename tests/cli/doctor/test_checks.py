@@ -287,7 +287,7 @@ OK, NOTE, WARNING, PROBLEM = Level.OK, Level.NOTE, Level.WARNING, Level.PROBLEM
         ("label_dropout", guided(0.1), OK, "0.1"),
         ("label_dropout", guided(0.0), NOTE, "cannot be guided"),
         ("label_dropout", guided(0.6), WARNING, "unusual"),
-        ("label_dropout", guided(0.0, 2.0), PROBLEM, "never trained"),
+        ("label_dropout", guided(0.0, 2.0), PROBLEM, "never trains"),
         ("label_dropout", guided(0.01, 2.0), WARNING, "unusual"),
     ],
 )
