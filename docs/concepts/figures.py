@@ -427,7 +427,7 @@ def guidance() -> Figure:
 
 def condition() -> Figure:
     """How a row of a data set reaches the network, in training and in sampling."""
-    figure, axes = plt.subplots(figsize=(9, 2.6))
+    figure, axes = plt.subplots(figsize=(7.8, 2.4))
     axes.set_xlim(0, 90)
     axes.set_ylim(0, 26)
     axes.axis("off")
@@ -472,14 +472,14 @@ def codec() -> Figure:
     exec(code, names)  # noqa: S102  # the class of the page itself
     image = photo(128)
     pixels, bands = PixelCodec().encode(image), names["HaarCodec"]().encode(image)
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3), width_ratios=(1, 1, 1.35))
+    figure, axes = plt.subplots(1, 3, figsize=(8, 2.8), width_ratios=(1, 1, 1.35))
     axes[0].imshow(pixels[0, 0], cmap="gray", vmin=-1, vmax=1)
-    axes[0].set_title("PixelCodec: x0 is (1, 128, 128)")
+    axes[0].set_title("PixelCodec: (1, 128, 128)")
     tiles = torch.cat([torch.cat([*bands[0, :2]], 1), torch.cat([*bands[0, 2:]], 1)], 0)
     axes[1].imshow(tiles, cmap="gray", vmin=-3, vmax=3)
     axes[1].axhline(63.5, color="white", linewidth=1)
     axes[1].axvline(63.5, color="white", linewidth=1)
-    axes[1].set_title("HaarCodec: x0 is (4, 64, 64)")
+    axes[1].set_title("HaarCodec: (4, 64, 64)")
     for axis in axes[:2]:
         axis.set_xticks([])
         axis.set_yticks([])
