@@ -154,6 +154,22 @@ def test_links_of_the_repository_become_links_of_the_site(tmp_path, source, page
     assert links.rewrite(url) == expected
 
 
+def test_names_of_classes_become_links_to_the_reference(tmp_path):
+    from markdown import Markdown
+
+    text = "::: a.b\n    options:\n      members: [\n        fun, UNet,\n        EMA\n      ]\n"
+    (tmp_path / "nets.md").write_text(text)
+    module = load("links")
+    repository = module.RepositoryLinks(tmp_path, {})
+    repository.page, repository.source = "concepts/x.md", "docs/concepts/x.md"
+    html = Markdown(extensions=[module.ReferenceLinks(repository, tmp_path)]).convert(
+        "# `EMA`\n\n`UNet(1, 2)`, `UNet.forward`, `fun`, [`EMA`](y.md) and *`EMA`*.\n\n    EMA"
+    )
+    links = re.findall('<a href="([^"]*)"><code>(.*?)</code></a>', html)
+    target = "../reference/nets.md#a.b."
+    assert links == [(f"{target}UNet", "UNet(1, 2)"), ("y.md", "EMA"), (f"{target}EMA", "EMA")]
+
+
 def test_broken_links_and_files_of_other_hosts_are_found(tmp_path):
     page = (
         '<h1 id="top">a</h1><a href="b.html#here">x</a><a href="b.html#gone">x</a>'

@@ -51,7 +51,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     python["options"]["extensions"] = [str(Path(__file__).parent / "docstrings.py")]
     python["options"]["extra"] = {"repository": f"{config.repo_url}/blob/main"}
     repository_links.repository = str(config.repo_url).rstrip("/")
-    config.markdown_extensions[:0] = [Lists(), repository_links, Formulas()]
+    names = links.ReferenceLinks(repository_links, ROOT / "docs" / "reference")
+    config.markdown_extensions[:0] = [Lists(), repository_links, names, Formulas()]
     return config
 
 

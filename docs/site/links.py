@@ -1,4 +1,4 @@
-"""Links of the pages: from the repository's layout to the site's, and a check of the built site."""
+"""Links of the pages: rewritten for the site, added from names to the reference, and checked."""
 
 import posixpath
 import re
@@ -80,6 +80,61 @@ class _Rewriter(Treeprocessor):
             for element in root.iter(tag):
                 if url := element.get(key):
                     element.set(key, self.links.rewrite(url))
+
+
+class ReferenceLinks(Extension):
+    """Class names in backticks, as `UNet` or `UNet(...)`, become links to the API reference.
+
+    Args:
+        links: knows the page. The extension must be registered before it.
+        reference: folder of the pages that list the names.
+    """
+
+    def __init__(self, links: RepositoryLinks, reference: Path) -> None:
+        super().__init__()
+        self.links = links
+        self.targets = reference_targets(reference)
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        """Register the linker, before the rewriter of links (5)."""
+        md.treeprocessors.register(_NameLinker(md, self), "reference-links", 6)
+
+
+class _NameLinker(Treeprocessor):
+    def __init__(self, md: Markdown, extension: ReferenceLinks) -> None:
+        super().__init__(md)
+        self.extension = extension
+
+    def run(self, root: Element) -> None:
+        if not self.extension.links.page.startswith("reference/"):
+            self._link(root)
+
+    def _link(self, element: Element) -> None:
+        for position, child in enumerate(element):
+            if child.tag == "code":
+                name = re.fullmatch(r"([A-Z]\w+)(\(.*\))?", child.text or "")
+                if name and name[1] in self.extension.targets:
+                    folder = posixpath.dirname(self.extension.links.page)
+                    target = posixpath.relpath(self.extension.targets[name[1]], folder)
+                    link = Element("a", {"href": target})
+                    link.tail, child.tail = child.tail, None
+                    link.append(child)
+                    element[position] = link
+            elif child.tag not in {"a", "pre", "h1", "h2", "h3", "h4"}:
+                self._link(child)
+
+
+def reference_targets(folder: Path) -> dict[str, str]:
+    """Page and anchor of each class in the API reference, by its name."""
+    pattern = re.compile(
+        r"^::: ([\w.]+)\n\s+options:\n\s+members: \[(.*?)\]", re.MULTILINE | re.DOTALL
+    )
+    return {
+        name: f"reference/{page.name}#{module}.{name}"
+        for page in sorted(folder.glob("*.md"))
+        for module, names in pattern.findall(page.read_text())
+        for name in re.findall(r"\b[A-Z]\w+", names)
+    }
 
 
 LOADS = {
