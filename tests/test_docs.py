@@ -102,7 +102,6 @@ WANDB = find_spec("wandb") is not None
 ELSEWHERE = {
     "README.md-0": "fit is run before what is below, and CI runs the command itself",
     "README.md-1": "by CI",
-    "README.md-3": "by tests/test_configs.py, on a small folder",
     "install.md-0": "by CI, from the wheel",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
     "cluster.md-1": "likewise, on two nodes",
