@@ -83,7 +83,7 @@ def test_the_foreign_project_shown_is_the_one_that_is_tested():
 def test_python_runs_as_shown(key, monkeypatch, tmp_path):
     for library in re.findall("from (diffusers|transformers)", PYTHON[key]):
         pytest.importorskip(library, reason="pip install -e '.[diffusers]'")
-    code = PYTHON[key].replace("max_steps=2000", "max_steps=2").replace("500_000", "5")
+    code = PYTHON[key].replace("max_steps=900", "max_steps=2").replace("500_000", "5")
     code = code.replace("DPMSolverPP(steps=20)", "DPMSolverPP(steps=2)")
     names = run(code, monkeypatch, tmp_path)
     if "images" in names:
@@ -211,7 +211,7 @@ def test_commands_of_the_migration_page_are_valid_configs(key, monkeypatch, fold
 @pytest.mark.slow
 def test_the_quick_start_gives_digits(monkeypatch, tmp_path):
     """In a seventh of its steps."""
-    names = run(QUICK_START.replace("max_steps=2000", "max_steps=300"), monkeypatch, tmp_path)
+    names = run(QUICK_START.replace("max_steps=900", "max_steps=300"), monkeypatch, tmp_path)
     images, labels = map(
         torch.cat, list(zip(*names["Digits"]().in_order("train"), strict=True))[:2]
     )
