@@ -23,7 +23,7 @@ MATHS = {
     *("losses", "lr_schedules", "parameterizations", "processes", "protocols", "seeding"),
     *("solvers", "timesteps"),
 }
-TOOLS = {"distributed", "files", "signals"}
+TOOLS = {"distributed", "files", "pretrained", "signals"}
 TRAINER = "callbacks.trainer_state"
 LIGHTNING = {"lightning"}
 FRAMEWORK = LIGHTNING | {"torchvision", "torchmetrics", "torch_fidelity", "PIL", "numpy"}
@@ -49,11 +49,13 @@ MAY_IMPORT = {
     "modules": (MATHS | TOOLS | {"modules", TRAINER}, {"lightning", "torchmetrics"}),
     "config": ({"config"} | TOOLS, {"yaml", "jsonargparse"}),
     "checkpoints": (
-        {"checkpoints", "config", "ema_profiles", "callbacks.ema", TRAINER} | TOOLS,
+        {"checkpoints", "config", "ema_profiles", "callbacks.ema", "interchange.exported", TRAINER}
+        | TOOLS,
         LIGHTNING | {"yaml", "jsonargparse", "safetensors"},
     ),
     # reads what it wrote without Lightning: a test runs it so
     "interchange.exported": ({"config.renamed", "networks"} | TOOLS, {"safetensors"}),
+    "interchange.model_card": (TOOLS, {"yaml"}),
     "interchange.diffusers_folder": (
         {"interchange"} | MATHS | TOOLS,
         {"diffusers", "safetensors"},

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from lit_diffusion.checkpoints.averages import select_weights
 from lit_diffusion.checkpoints.reading import (
     Checkpoint,
+    check_content,
     first_line,
     limit_parameters,
     number_kind,
@@ -29,6 +30,8 @@ from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.config.trust import allow_class_paths
 from lit_diffusion.config.yaml_file import read_yaml
 from lit_diffusion.files import is_checkpoint_folder, path_after_replace
+from lit_diffusion.interchange.exported import is_exported, read_as_checkpoint
+from lit_diffusion.pretrained import find_model
 
 
 class LoadedModule(NamedTuple):
@@ -51,10 +54,12 @@ def load(
     """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: checkpoint; or a run folder, whose checkpoints/last.ckpt is loaded.
+        path: checkpoint file; run folder, whose checkpoints/last.ckpt is loaded; folder that
+            `convert export` wrote; or name of a model that ships with the package, "digits" or
+            "mnist". If a file or folder of that name exists, it is loaded instead.
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
             specific one, or "power_<width>" for an average of PowerEMA, which may be reconstructed
-            from snapshots.
+            from snapshots. An exported folder has one set of weights.
         module: module to load the weights into, which keeps its own if they do not fit. None builds
             it from the class paths in the file, which modules built without YAML do not have.
         trust: packages that those class paths may name, besides `config.trust.TRUSTED`; and
@@ -70,6 +75,9 @@ def load(
             weights.
 
     Example:
+        >>> images = load("digits").generate(range(4))  # seed s gives class s % 10
+        >>> images.shape, images.dtype
+        (torch.Size([4, 1, 8, 8]), torch.uint8)
         >>> images = load("runs/digits", weights="ema").generate(range(64))  # doctest: +SKIP
     """
     return load_module(path, weights, module=module, trust=trust).module
@@ -83,22 +91,48 @@ def load_module(
     trust: Iterable[str] = (),
 ) -> LoadedModule:
     """Load a module together with its checkpoint. The arguments are those of `load`."""
+    name = str(path)
     path = checkpoint_file(path)
-    checkpoint = read_checkpoint(path)
+    if find_model(name) and not path.exists():
+        raise FileNotFoundError(
+            f"There is no checkpoint at {path}. The folder {name} here hides the packaged model of "
+            "that name; rename the folder, or work in another one."
+        )
+    exported = is_exported(path)
+    if exported:
+        checkpoint, name = _read_export(path, weights)
+        averages: dict[str, Tensor] = {}
+    else:
+        checkpoint = read_checkpoint(path)
     if module is None:
         with limit_parameters(checkpoint["state_dict"]):
             module = build_module(checkpoint, path, trust)
     module.on_load_checkpoint(checkpoint)  # as in Lightning; may raise
     step = int(checkpoint.get("global_step", 0))
-    name, averages = select_weights(checkpoint, weights, path)
+    if not exported:
+        name, averages = select_weights(checkpoint, weights, path)
     # A shared parameter has several names in a state_dict, but one average, under its first name.
     parameters = module.state_dict(keep_vars=True)
     by_identity = {id(parameters[n]): value for n, value in averages.items() if n in parameters}
     shared = {n: by_identity[id(p)] for n, p in parameters.items() if id(p) in by_identity}
     state = strip_compile_prefix(checkpoint["state_dict"])
+    if exported:  # without the weights of the loss, which only training needs
+        state = {n: p.detach() for n, p in parameters.items() if n.startswith("loss.")} | state
     load_state(module, {**state, **averages, **shared}, path)
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return LoadedModule(module.eval(), path, step, name, checkpoint)
+
+
+def _read_export(folder: Path, weights: str) -> tuple[Checkpoint, str]:
+    """Read and check an exported folder as a checkpoint; also returns the name of its weights."""
+    checkpoint, name = read_as_checkpoint(folder)
+    try:
+        check_content(checkpoint)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{folder} is no export of a run: {error}.") from None
+    if weights not in (name, name.partition("_")[0]):
+        raise ValueError(f"{folder} has no weights {weights!r}; it has {name}.")
+    return checkpoint, name
 
 
 def split_weights_suffix(source: str) -> tuple[str, str | None]:
@@ -113,9 +147,18 @@ def split_weights_suffix(source: str) -> tuple[str, str | None]:
 
 
 def checkpoint_file(path: str | Path) -> Path:
-    """Return checkpoints/last.ckpt of a run folder, or `path` itself if it is no such folder."""
+    """Find the file or folder from which to load.
+
+    Returns:
+        checkpoints/last.ckpt of a run folder; the folder of a model in the package, if `path` is
+        its name and nothing exists at `path`; else `path` itself.
+    """
+    folder = find_model(path)
     path = Path(path)
-    is_run_folder = path.is_dir() and not is_checkpoint_folder(path)
+    if folder is not None and not os.path.lexists(path):
+        return folder
+    is_export = is_exported(path) and not (path / "checkpoints").is_dir()
+    is_run_folder = path.is_dir() and not (is_checkpoint_folder(path) or is_export)
     return path_after_replace(path / "checkpoints" / "last.ckpt" if is_run_folder else path)
 
 
@@ -239,7 +282,7 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
 def read_class_names(checkpoint: Checkpoint) -> list[str]:
     """Class names of the labels 0, 1, ... that a model was trained on; empty if unknown."""
     spec = model_spec(checkpoint, "datamodule_hyper_parameters") or {"class_path": ""}
-    state = checkpoint.get(spec["class_path"].rpartition(".")[2])
+    state = checkpoint.get(spec["class_path"].rpartition(".")[2], checkpoint)
     names = state.get("class_names") if isinstance(state, dict) else None
     return [str(name) for name in names] if isinstance(names, list) else []
 

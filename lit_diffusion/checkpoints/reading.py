@@ -56,6 +56,11 @@ def read_checkpoint(
     """
     path = Path(path)
     is_folder = is_checkpoint_folder(path)
+    if (path / "network.json").is_file():
+        raise ValueError(
+            f"{path} is an exported network, which holds one set of weights and no state of a run; "
+            "name a checkpoint here."
+        )
     if path.is_dir() and not is_folder:
         raise ValueError(f"{path} is a folder; name the checkpoint file in it.")
     if not path.exists():

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from lit_diffusion.cli.options import Parser, add_checkpoint, check_exists
+from lit_diffusion.cli.options import Parser, add_checkpoint, check_checkpoints, check_exists
 
 DESCRIPTION = """Export weights to other programs, or import published weights.
 
@@ -17,6 +17,7 @@ DESCRIPTION = """Export weights to other programs, or import published weights.
 
 `lit-diffusion convert export --help` and `convert import --help` list the options."""
 
+DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-unet")
 
 
@@ -32,16 +33,24 @@ def _export_parser() -> Parser:
         """Write the network of a checkpoint for other programs.
 
     safetensors  network.safetensors, and network.json, which says how to build the network;
-                 lit_diffusion.interchange.load_network(DIR) reads both with torch alone
+                 lit_diffusion.interchange.load_network(DIR) reads both with torch alone, and
+                 other commands accept DIR as a checkpoint
     diffusers    a folder for DDPMPipeline.from_pretrained (UNet) or DiTPipeline (DiT); a
                  model that diffusers cannot express is refused. If diffusers is installed,
-                 images from two seeds show whether the pipeline reproduces the run""",
+                 images from two seeds show whether the pipeline reproduces the run
+
+Both write README.md, a model card for the Hugging Face Hub with the FIDs of the run, unless there
+is one already.""",
     )
     add_checkpoint(parser, required=True)
     add, forms = parser.add_argument, ("safetensors", "diffusers")
     add("--out", required=True, metavar="DIR", help="folder for the files")
     text = "safetensors (default) or diffusers"
     add("--format", default=forms[0], choices=forms, metavar="F", help=text)
+    text = "safetensors: float32, float16 or bfloat16 in the file (default: as in the run)"
+    add("--dtype", choices=DTYPES, metavar="T", help=text)
+    text = "license in the model card, in the spelling of the Hub: mit, cc-by-4.0, ..."
+    add("--license", metavar="NAME", help=text)
     text = "diffusers: AutoencoderKL to include with a DiT that was trained on latents"
     add("--vae", metavar="DIR", help=text)
     text = "diffusers: do not compare images of the pipeline with those of the run"
@@ -77,9 +86,10 @@ def run(argv: Sequence[str]) -> None:
     match argv[1:2]:
         case ["export"]:
             args = build_parser("export").parse_args(argv[2:])
-            check_exists("run folder or checkpoint", args.checkpoint)
-            options = args.weights, args.format, args.vae, args.trust
-            export(args.checkpoint, args.out, *options, compare=not args.no_comparison)
+            check_checkpoints(args.checkpoint)
+            options = args.weights, args.format, args.vae, args.trust, not args.no_comparison
+            card = {"dtype": args.dtype, "license": args.license}
+            print(export(args.checkpoint, args.out, *options, **card))
         case ["import"]:
             _import(argv[2:])
         case _:
@@ -96,46 +106,84 @@ def export(
     vae: str | None = None,
     trust: Iterable[str] = (),
     compare: bool = True,
-) -> None:
-    """Write the network of a checkpoint (a file or run folder), and print what to know of it.
+    *,
+    dtype: str | None = None,
+    license: str | None = None,
+    name: str | None = None,
+    notes: str = "",
+) -> str:
+    """Write the network of a checkpoint, with a model card.
 
-    The form is "safetensors" (`interchange.exported`) or "diffusers" (`diffusers_folder`). For a
-    latent DiT in the diffusers form, `vae` is the folder of its AutoencoderKL. `compare` generates
-    images of two seeds by the diffusers pipeline and by the run, when the files are complete.
+    Args:
+        checkpoint: file, run folder, exported folder, or name of a packaged model.
+        folder: folder to write.
+        weights: as in `checkpoints.load`.
+        form: "safetensors" (`interchange.exported`) or "diffusers" (`diffusers_folder`).
+        vae: folder of the AutoencoderKL of a latent DiT, in the form "diffusers".
+        trust: as in `checkpoints.load`.
+        compare: whether to generate images of two seeds by the diffusers pipeline and by the run.
+        dtype: one of `DTYPES`, for the weights in the form "safetensors"; None keeps theirs.
+        license: license of the weights in the model card; None leaves it out.
+        name: name of the model in the model card; None means that of `folder`.
+        notes: Markdown to add to the model card.
+
+    Returns:
+        Lines for the user.
 
     Raises:
         ValueError: if the checkpoint does not describe its network, or diffusers does not support
             the model.
     """
+    import torch
     from torch import nn
 
-    from lit_diffusion.checkpoints.loading import load_module, model_spec
+    from lit_diffusion.checkpoints.loading import load_module, model_spec, read_class_names
+    from lit_diffusion.cli.run_data import evaluations_of_run
     from lit_diffusion.interchange.diffusers_folder import compare_with_pipeline, write_diffusers
-    from lit_diffusion.interchange.exported import write_network
+    from lit_diffusion.interchange.exported import module_record, write_network
+    from lit_diffusion.interchange.model_card import CARD, model_card, write_model_card
 
     if vae is not None and form != "diffusers":
         raise ValueError(f"--vae {vae} belongs to --format diffusers; leave it out.")
+    if dtype is not None and form != "safetensors":
+        raise ValueError(f"--dtype {dtype} belongs to --format safetensors; leave it out.")
     loaded = load_module(checkpoint, weights, trust=trust)
-    arguments = (model_spec(loaded.checkpoint) or {"init_args": {}})["init_args"]
+    spec = model_spec(loaded.checkpoint) or {"class_path": "", "init_args": {}}
     network = getattr(loaded.module, "network", None)
-    if not isinstance(network, nn.Module) or not isinstance(arguments.get("network"), dict):
+    if not isinstance(network, nn.Module) or not isinstance(spec["init_args"].get("network"), dict):
         raise ValueError(
             f"{loaded.path} does not say of which class and arguments its network is; export a run "
             "of a config whose model has a network."
         )
-    names = ("process", "parameterization", "image_shape", "num_classes")
-    record = {name: arguments[name] for name in names if name in arguments}
-    record |= {"network": arguments["network"], "step": loaded.step, "weights": loaded.weights}
+    record = module_record(spec) | {"step": loaded.step, "weights": loaded.weights}
+    if isinstance(codec := loaded.checkpoint.get("codec"), dict):
+        record["codec"] = codec
+    if class_names := read_class_names(loaded.checkpoint):
+        record["class_names"] = class_names
+    data = model_spec(loaded.checkpoint, "datamodule_hyper_parameters") or {}
+    if class_path := data.get("class_path", loaded.checkpoint.get("data")):
+        record["data"] = str(class_path)
     state = dict(network.state_dict())
     remarks = []
     if form == "diffusers":
         remarks = write_diffusers(folder, loaded.module, record, state, vae)
     else:
-        write_network(folder, state, record)
+        write_network(folder, state, record, None if dtype is None else getattr(torch, dtype))
+    card = model_card(
+        record,
+        evaluations_of_run(loaded.path),
+        name=name or Path(folder).resolve().name,
+        num_parameters=sum(parameter.numel() for parameter in network.parameters()),
+        form=form,
+        license=license,
+        notes=notes,
+    )
+    if not write_model_card(Path(folder), card):
+        remarks.append(f"{folder}/{CARD} was there already and is not changed.")
     lines = [f"{loaded.weights} weights of {loaded.path} are in {folder}.", *remarks]
-    print("\n".join(lines), flush=True)
     if form == "diffusers" and compare:
-        print(compare_with_pipeline(folder, loaded.module))
+        lines.append(compare_with_pipeline(folder, loaded.module))
+    return "\n".join(lines)
 
 
 def _import(options: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from lit_diffusion.cli.options import (
     add_checkpoint,
     add_data,
     add_sampling,
+    check_checkpoints,
     check_exists,
     import_heavy,
     integer,
@@ -77,7 +78,7 @@ def run(argv: Sequence[str]) -> None:
             )
     elif args.checkpoint is None:
         raise ValueError("give --checkpoint C, --images DIR, or both.")
-    check_exists("run folder or checkpoint", args.checkpoint)
+    check_checkpoints(args.checkpoint)
     check_exists("config", *(args.data or ()))
     with import_heavy():
         from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table

@@ -145,7 +145,7 @@ class RunCLI(LightningCLI):
         parser.add_argument("--tuned_on", type=str | None, help=text)
         kind, text = Literal[FLOAT32_PRECISIONS], " ".join(FLOAT32_PRECISION_HELP.split())
         parser.add_argument("--float32_precision", type=kind | None, help=text)
-        text = "start a new run from what fits of another: CKPT, CKPT:raw, CKPT:ema, or an export"
+        text = "start a new run from what fits of another: CKPT, CKPT:raw, CKPT:ema, an export"
         parser.add_argument("--init_weights", type=str | None, help=text)
 
     def _arguments(self) -> list[str]:

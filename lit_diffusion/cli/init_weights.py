@@ -20,8 +20,8 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
 
     Args:
         module: module to initialize.
-        source: checkpoint, run folder or exported network; the suffix ":raw", ":ema",
-            ":ema_<decay>" or ":power_<width>" selects weights of a checkpoint.
+        source: checkpoint, run folder, exported network or packaged model; the suffix ":raw",
+            ":ema", ":ema_<decay>" or ":power_<width>" selects weights of a checkpoint.
         used: arguments of the module in the config.
 
     Raises:
@@ -61,7 +61,7 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
     Without a suffix, reads the average weights if there are any, else the raw ones.
     """
     name, weights = split_weights_suffix(source)
-    path = Path(name)
+    path = Path(name) if is_exported(name) else checkpoint_file(name)
     if is_exported(path):
         record, state = read_exported(path)
         exported = record.get("weights", "raw")
@@ -69,7 +69,6 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
             raise ValueError(f"--init_weights {source}: {path} holds {exported} weights alone.")
         state = {f"network.{name}": value for name, value in state.items()}
         return f"{exported} weights of {path}", state, record
-    path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
     weights = weights or ("ema" if average_names(checkpoint, path) else "raw")
     weights, averages = select_weights(checkpoint, weights, path)

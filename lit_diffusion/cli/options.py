@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lit_diffusion.cli.terminal import paint_help
 from lit_diffusion.config.messages import explain_parse_error
+from lit_diffusion.pretrained import find_model, list_models
 
 if TYPE_CHECKING:
     import torch
@@ -272,6 +273,19 @@ def check_exists(what: str, *paths: str | None) -> None:
             raise FileNotFoundError(f"There is no {what} {path}{here}; check the path.")
 
 
+def check_checkpoints(*paths: str | None) -> None:
+    """Check that checkpoints exist, or are models of the package, before torch is imported.
+
+    Raises:
+        FileNotFoundError: if one does not. The message names the models of the package.
+    """
+    try:
+        check_exists("run folder or checkpoint", *(p for p in paths if p and not find_model(p)))
+    except FileNotFoundError as error:
+        text = f"{str(error).rstrip('.')}, or name a packaged model: {', '.join(list_models())}."
+        raise FileNotFoundError(text) from None
+
+
 def parse_sampling(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse options of `add_sampling`; options --solver.NAME are in `solver_options`."""
     args, others = parser.parse_prefixed(argv, "--solver.")
@@ -292,7 +306,8 @@ def sampling_options(args: argparse.Namespace) -> SamplingOptions:
 def add_checkpoint(parser: Parser, required: bool) -> None:
     """Add --checkpoint, --weights and --trust."""
     add = parser.add_argument
-    text = "checkpoint file, or run folder, whose checkpoints/last.ckpt is read"
+    text = f"""checkpoint file; run folder, whose checkpoints/last.ckpt is read; exported folder;
+        or packaged model: {", ".join(list_models())}"""
     add("--checkpoint", required=required, metavar="C", help=text)
     text = """ema: EMA weights (default); ema_<decay> or power_<width>: those of one of several
         averages; raw: weights as trained"""

@@ -19,6 +19,7 @@ from lit_diffusion.config.trust import is_within
 from lit_diffusion.files import check_option_values
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.metrics.images import HasSplits, ImageSet, open_images, open_split
+from lit_diffusion.pretrained import is_packaged
 
 
 def read_data_settings(
@@ -94,7 +95,7 @@ def real_images(
             "of real images."
         )
     if reference is None and hasattr(data, "vae_sha256"):
-        records = [each for each in _evaluations_of_run(checkpoint) if "reference" in each]
+        records = [each for each in evaluations_of_run(checkpoint) if "reference" in each]
         if not records:
             raise ValueError(
                 f"{checkpoint or 'the model'} was trained on latents; pass --reference DIR, a "
@@ -118,7 +119,7 @@ def protocol_of_run(checkpoint: str | None) -> str:
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:
         return InceptionV3Compat.name
-    protocols = [each["protocol"] for each in _evaluations_of_run(checkpoint) if "protocol" in each]
+    protocols = [each["protocol"] for each in evaluations_of_run(checkpoint) if "protocol" in each]
     if not protocols:
         return _protocol_of_config(root)
     name = Path(str(protocols[-1])).name.removesuffix(".safetensors")
@@ -171,10 +172,15 @@ def _extractor_name(extractor: Any) -> str | None:
 
 
 def run_folder_of(checkpoint: str | Path) -> Path | None:
-    """The run folder of a checkpoint, which may be the folder itself; None for other files."""
-    return run_of(checkpoint_file(checkpoint).absolute())
+    """The run folder of a checkpoint, which may be the folder itself; None for other files.
+
+    The folder of a packaged model has the config and the evaluations of its run.
+    """
+    file = checkpoint_file(checkpoint).absolute()
+    return file if is_packaged(file) else run_of(file)
 
 
-def _evaluations_of_run(checkpoint: str | None) -> list[dict[str, Any]]:
+def evaluations_of_run(checkpoint: str | Path | None) -> list[dict[str, Any]]:
+    """The lines of evaluations.jsonl of a checkpoint's run; empty without a run."""
     root = run_folder_of(checkpoint) if checkpoint else None
     return read_evaluations(root / "evaluations.jsonl") if root else []

@@ -27,6 +27,7 @@ from lit_diffusion.files import (
     is_checkpoint_folder,
     path_after_replace,
 )
+from lit_diffusion.pretrained import find_model
 
 CLAIM = ".lock"
 """File in a run folder that is locked by the process that trains into it."""
@@ -118,6 +119,12 @@ def read_command_line(argv: Sequence[str]) -> Request:
         checkpoint = last if ckpt_path == "last" else path_after_replace(Path(ckpt_path))
         if not is_checkpoint(checkpoint):
             start = f", or {OR_NONE} to start where there is none" if ckpt_path == "last" else ""
+            if find_model(str(args.ckpt_path)):
+                start = (
+                    f". The packaged model {args.ckpt_path} has no state of a run: train it "
+                    f"further with `fit --init_weights {args.ckpt_path}`, score it with `evaluate "
+                    f"--checkpoint {args.ckpt_path}`"
+                )
             raise FileNotFoundError(
                 f"--ckpt_path: there is no file {checkpoint}; name another{start}."
             )

@@ -7,6 +7,7 @@ from lit_diffusion.cli.options import (
     add_checkpoint,
     add_data,
     add_sampling,
+    check_checkpoints,
     check_exists,
     import_heavy,
     integer,
@@ -77,7 +78,7 @@ def run(argv: Sequence[str]) -> None:
                 "--compare tries solvers and numbers of steps, from noise; leave out "
                 f"{', '.join(excluded)}."
             )
-    check_exists("run folder or checkpoint", args.checkpoint)
+    check_checkpoints(args.checkpoint)
     check_exists("image or folder", args.init, args.mask)
     check_exists("config", *(args.data or ()))
     with import_heavy():

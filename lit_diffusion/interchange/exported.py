@@ -1,6 +1,7 @@
 """Exported networks: folders with network.safetensors, and network.json (class and arguments).
 
-Reading one requires only torch and safetensors, and imports nothing that a file names.
+`load_network` requires only torch and safetensors, and imports nothing that a file names. The
+record also describes the module, so that `lit_diffusion.load` accepts such a folder.
 """
 
 import hashlib
@@ -28,32 +29,99 @@ from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 
+Json = dict[str, Any]
+
 RECORD, WEIGHTS = "network.json", "network.safetensors"
+_TOP_LEVEL = ("network", "process", "parameterization", "image_shape", "num_classes")
+"""Arguments of a module that a record has at its top level. "module" has the others."""
 NETWORKS = {f"{c.__module__}.{c.__name__}": c for c in (UNet, EncoderUNet, UViT, DiT, JiT)}
 """Networks that `load_network` can build, by class path."""
 CONDITIONS = {f"{c.__module__}.{c.__name__}": c for c in (Classes, Vectors, Tokens, WordIds)}
 """Condition embeddings of these networks, by class path."""
 
 
-def write_network(folder: str | Path, state: Mapping[str, Tensor], record: dict[str, Any]) -> Path:
+def write_network(
+    folder: str | Path,
+    state: Mapping[str, Tensor],
+    record: Json,
+    dtype: torch.dtype | None = None,
+) -> Path:
     """Write weights, and a record with the library version and the SHA-256 of the weights.
 
     Args:
         folder: created if it does not exist. An existing export in it is replaced.
         state: the network's state_dict.
         record: "network": {"class_path", "init_args"}, and other entries to store.
+        dtype: dtype of floating-point weights in the file; None keeps theirs.
 
     Raises:
-        ValueError: if `folder` is a file.
+        ValueError: if `folder` is a file, or a finite weight is too large for `dtype`.
     """
+    state = {name: _convert(value, dtype, name) for name, value in state.items()}
     folder = create_folder(folder)
-    data = save({name: value.detach().cpu().contiguous() for name, value in state.items()})
+    data = save(state)
     with atomic_write(folder / WEIGHTS) as file:
         file.write(data)
     library, sha256 = f"lit-diffusion {__version__}", hashlib.sha256(data).hexdigest()
     text = json.dumps({"library": library, **record, "sha256": sha256}, indent=2)
     atomic_write_text(folder / RECORD, text + "\n")
     return folder
+
+
+def _convert(value: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
+    """Convert a weight to the CPU and, if it is of floating point, to `dtype`."""
+    value = value.detach().cpu().contiguous()
+    if dtype is None or not value.is_floating_point():
+        return value
+    converted = value.to(dtype)
+    if not torch.equal(converted.isfinite(), value.isfinite()):
+        raise ValueError(f"{name} has weights too large for {dtype}; export it as float32.")
+    return converted
+
+
+def module_record(spec: Mapping[str, Any]) -> Json:
+    """Entries of a record that describe a module.
+
+    Args:
+        spec: "class_path" and "init_args" of the module.
+    """
+    arguments = spec["init_args"]
+    others = {name: value for name, value in arguments.items() if name not in _TOP_LEVEL}
+    top_level = {name: arguments[name] for name in _TOP_LEVEL if name in arguments}
+    return {**top_level, "module": {"class_path": spec["class_path"], "init_args": others}}
+
+
+def read_as_checkpoint(folder: str | Path) -> tuple[Json, str]:
+    """Read an exported network as the entries of a checkpoint that a module is built from.
+
+    Returns:
+        The entries, which the caller must check as those of any file; and the name of the weights.
+
+    Raises:
+        FileNotFoundError: if the folder holds no export.
+        ValueError: if the files are damaged, or describe a network alone.
+    """
+    record, state = read_exported(folder)
+    module = record.get("module")
+    is_spec = isinstance(module, dict) and isinstance(module.get("init_args"), dict)
+    if not isinstance(module, dict) or not is_spec:
+        raise ValueError(
+            f"{folder} holds a network alone, without process and solver, because it was imported, "
+            "or exported by version 0.1; call load_network, or `fit --init_weights`, or export it "
+            "again."
+        )
+    arguments = {name: record[name] for name in _TOP_LEVEL if name in record}
+    entries = {
+        "state_dict": {f"network.{name}": value for name, value in state.items()},
+        "hyper_parameters": {
+            **module["init_args"],
+            **arguments,
+            "_class_path": module.get("class_path"),
+        },
+        "global_step": record.get("step", 0),
+    }
+    entries |= {name: record[name] for name in ("codec", "class_names", "data") if name in record}
+    return entries, record.get("weights", "raw")
 
 
 def create_folder(path: str | Path) -> Path:

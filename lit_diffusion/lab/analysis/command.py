@@ -9,6 +9,7 @@ from lit_diffusion.cli.options import (
     add_data,
     add_device,
     add_trust,
+    check_checkpoints,
     check_exists,
     integer,
     number,
@@ -74,7 +75,7 @@ def run(argv: Sequence[str]) -> None:
     options = AnalysisOptions(*(values.pop(field.name) for field in fields(AnalysisOptions)))
     paths = [values.get(key) for key in ("checkpoint", "first", "second")]
     paths += [*values.get("checkpoints", ()), *(values.get("path") or ())]
-    check_exists("run folder or checkpoint", *paths)
+    check_checkpoints(*paths)
     check_exists("config", *(options.data or ()))
     require_lab()
     from lit_diffusion.lab.analysis import common, consistency, hessian, interpolation, landscape
