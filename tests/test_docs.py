@@ -117,6 +117,8 @@ ELSEWHERE = {
     "gpu.md-0": "by tests/integration/test_gpu_benchmark.py and tests/modules/test_compiled.py",
     "gpu.md-1": "options of configs/cifar10-improved.yaml, which test_configs.py parses",
     **{f"RELEASE.md-{n}": "for maintainers" for n in range(11)},
+    "interchange.md-2": "needs an account; tests/interchange/test_model_card.py reads the card",
+    "interchange.md-3": "likewise; tests/test_pretrained.py loads an exported folder",
     "latents.md-0": "by tests/cli/test_encode.py and test_configs.py, with small VAEs",
     "loggers.md-0": "by CI, with the extra named loggers",
     "streaming.md-0": "by tests/data/test_streaming.py, with digits",

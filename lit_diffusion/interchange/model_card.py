@@ -47,9 +47,8 @@ def model_card(
 
     Example:
         >>> record = {"network": {"class_path": "my.Net"}, "step": 600, "weights": "raw"}
-        >>> print(model_card(record, [], name="mine", num_parameters=7)[:27])
-        ---
-        library_name: lit-diff
+        >>> model_card(record, [], name="mine", num_parameters=7).splitlines()[1]
+        'library_name: lit-diffusion'
     """
     scored = [each for each in evaluations if _is_of(each, record)]
     head = yaml.safe_dump(_head(record, scored, name, form, license), sort_keys=False)

@@ -19,6 +19,12 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parents[2]
 PATHS = re.compile(rf"(?:{re.escape(str(ROOT))}|\S*/site-packages)/")
 """Folders of this machine, which no output names."""
+NOISE = re.compile(
+    r".*(?:IProgress not found|notebook_tqdm|Tip: For seamless|treespec\.is_leaf|GPU available"
+    r"|TPU available|is deprecated).*\n"
+)
+"""Lines of Lightning and tqdm that say nothing of the run."""
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 LANGUAGE = {"name": "python", "version": "3.11"}
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
@@ -38,6 +44,7 @@ def tidy(notebook: Any) -> None:
         cell.id = f"cell-{number}"
         cell.metadata = {}
         if cell.cell_type == "code":
+            cell.execution_count = None
             cell.outputs = merge_streams(cell.outputs)
 
 
@@ -46,12 +53,24 @@ def merge_streams(outputs: list[Any]) -> list[Any]:
     merged: list[Any] = []
     for output in outputs:
         if output.output_type == "stream":
-            output.text = PATHS.sub("", output.text)
             if merged and merged[-1].get("name") == output.name:
                 merged[-1].text += output.text
                 continue
+        for kind in ("image/jpeg", "text/plain"):  # the same image again, and its type
+            if "image/png" in output.get("data", {}):
+                output.data.pop(kind, None)
+        output.pop("execution_count", None)
         merged.append(output)
-    return merged
+    for output in merged:
+        if output.output_type == "stream":
+            output.text = NOISE.sub("", PATHS.sub("", last_states(output.text)))
+    return [output for output in merged if output.get("text", "x").strip()]
+
+
+def last_states(text: str) -> str:
+    """What a terminal shows at the end, without colours: a carriage return starts a line again."""
+    lines = ESCAPES.sub("", text).replace("\r\n", "\n").split("\n")
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2].rstrip() for line in lines)
 
 
 def main(files: list[str]) -> None:
