@@ -1,4 +1,4 @@
-"""Make a model of the package from a run. Call it where the run was started, at its commit:
+"""Make a model of the package from a run. Call it where the run was started:
 
     python tests/benchmarks/package_model.py runs/digits digits \
         --command "lit-diffusion fit --config configs/digits.yaml" --hardware "75 s on two cores"
@@ -71,6 +71,7 @@ def main() -> None:
     add("name", choices=DATA)
     add("--command", required=True, help="command of the run, for the card")
     add("--hardware", required=True, help="time and hardware of the run, for the card")
+    add("--commit", help="of the code that the run used (default: that of this checkout)")
     add("--dtype", default="float16", choices=("float16", "float32"))
     args = parser.parse_args()
 
@@ -91,13 +92,8 @@ def main() -> None:
     fid = evaluate(EvaluationOptions(options, num=num))["fid"]
     print(f"FID of {num}: {evaluation['value']:.6g} in training, {fid:.6g} from the file")
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", args.commit or "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     facts = {"command": args.command, "hardware": args.hardware, "dtype": args.dtype}
     notes = NOTES.format(data=DATA[args.name], commit=commit, num=num, fid=fid, **facts)
     (folder / "README.md").unlink()

@@ -52,10 +52,9 @@ def merge_streams(outputs: list[Any]) -> list[Any]:
     """Outputs without paths of the machine, with the parts of a stream joined."""
     merged: list[Any] = []
     for output in outputs:
-        if output.output_type == "stream":
-            if merged and merged[-1].get("name") == output.name:
-                merged[-1].text += output.text
-                continue
+        if merged and "name" in output and merged[-1].get("name") == output.name:
+            merged[-1].text += output.text
+            continue
         for kind in ("image/jpeg", "text/plain"):  # the same image again, and its type
             if "image/png" in output.get("data", {}):
                 output.data.pop(kind, None)
