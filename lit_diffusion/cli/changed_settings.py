@@ -1,4 +1,4 @@
-"""On resume, apply settings of the command line or config that differ from the checkpoint's.
+"""Apply settings that differ from those of the checkpoint when a run resumes.
 
 Lightning restores optimizers and schedulers as they were saved, so a new lr would have no effect.
 This module writes the changed settings, and nothing else, into the restored state.
@@ -88,8 +88,8 @@ class ApplyChangedHyperparameters(Callback):
             is_known = type(scheduler).__module__.startswith(("torch.", "lit_diffusion."))
             if is_known and (damaged := _find_damage(state, scheduler.state_dict())):
                 raise ValueError(
-                    f"{trainer.ckpt_path} holds {damaged} in the state of its lr scheduler, as no "
-                    f"{type(scheduler).__name__} saves it; resume from another checkpoint."
+                    f"{trainer.ckpt_path} has {damaged} in the state of its lr scheduler, which no "
+                    f"{type(scheduler).__name__} saves; resume from another checkpoint."
                 )
         if not self._changed:
             return
@@ -124,7 +124,7 @@ def _update_groups(trainer: Trainer, groups: list[list[dict[str, Any]]]) -> None
 
 
 def _find_damage(saved: Any, new: Any, name: str = "state") -> str | None:
-    """What differs in type from the state of a new scheduler, as "name=value"; None if nothing."""
+    """The first value, as "name=value", whose type differs from a new scheduler's; None if none."""
     if name == "lr_lambdas":  # None for a function
         return None
     if isinstance(saved, list | tuple) and isinstance(new, list | tuple):

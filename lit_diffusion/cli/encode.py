@@ -11,29 +11,29 @@ def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "encode",
-        """Encode a folder of images with a VAE, for training on latents.
+        """Encode a folder of images with a VAE, to train on the latents.
 
     lit-diffusion encode --images ILSVRC2012/train --image-size 256 --vae sd-vae-ft-mse \\
         --out data/imagenet256-latents/train --flips
     torchrun --nproc-per-node=8 --no-python lit-diffusion encode ...
 
-Images are labelled by their class folders, resized and cropped as ImageFolder(strict=False) does.
-OUT gets index.json and shards, each written whole or not at all. A call that is stopped keeps the
-shards that it has written; the same command continues it. Processes that torchrun or srun starts
-share the shards. VAE is a folder that diffusers' AutoencoderKL.save_pretrained has written.""",
+Images are labeled by their class folders, and resized and cropped as ImageFolder(strict=False)
+does. The output folder gets index.json and shards. A shard is complete or not there: if the command
+is stopped, repeat it to encode the rest. The processes of torchrun or srun divide the shards. The
+folder of the VAE is one that AutoencoderKL.save_pretrained of diffusers has written.""",
     )
     add = parser.add_argument
     add("--images", required=True, metavar="DIR", help="folder of images")
-    text = "side of the crops, in pixels"
+    text = "pixels on each side of a crop"
     add("--image-size", required=True, type=integer, metavar="N", help=text)
     add("--vae", required=True, metavar="DIR", help="folder of an AutoencoderKL")
     add("--out", required=True, metavar="DIR", help="folder for the latents")
-    add("--flips", action="store_true", help="encode every image mirrored, too (default: no)")
-    text = "images at a time (default 16)"
+    add("--flips", action="store_true", help="encode the mirror image of every image too")
+    text = "images per batch (default 16)"
     add("--batch-size", type=integer, default=16, metavar="B", help=text)
-    text = "images in a file (default 4096)"
+    text = "images per shard (default 4096)"
     add("--shard-size", type=integer, default=4096, metavar="N", help=text)
-    text = "processes that read images (default: by the number of cores)"
+    text = "processes that read images (default: set from the number of cores)"
     add("--num-workers", type=integer, metavar="W", help=text)
     add_device(parser)
     return parser
@@ -68,8 +68,8 @@ def run(argv: Sequence[str]) -> None:
             share = launcher_rank_and_world_size()
             num = encode_shards(images, codec, folder, index, device, *share)
     except KeyboardInterrupt:
-        print_error(f"Stopped; finished shards are in {folder}, and the same command goes on.")
+        print_error(f"Stopped. Finished shards are in {folder}; repeat the command to continue.")
         raise
     total = len(index.shards())
     done = total - len(index.missing_shards(folder))
-    print(f"{num} shards written to {folder}, which has {done} of {total}.")
+    print(f"{num} shards were written to {folder}, which has {done} of {total}.")

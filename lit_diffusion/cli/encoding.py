@@ -33,7 +33,8 @@ def plan_shards(
     """Write the index of a folder of latents, or check the existing one; may add flips to it.
 
     Raises:
-        ValueError: if the folder has latents of other images or another VAE; says what differs.
+        ValueError: if the folder has latents of other images or of another VAE. The message names
+            the difference.
     """
     require_at_least(1, shard_size=shard_size)
     codec.encoded_shape(images.image_shape)
@@ -54,7 +55,7 @@ def plan_shards(
         for name in ("images", "num", "image_shape", "classes", "shard_size", "vae_sha256"):
             if (old := getattr(old_index, name)) != (new := getattr(index, name)):
                 raise ValueError(
-                    f"{folder} holds latents whose {name} is {old!r:.200}, and this call's is "
+                    f"{folder} has latents with {name} {old!r:.200}, but this command has "
                     f"{new!r:.200}; choose another --out."
                 )
         if old_index == index:

@@ -1,4 +1,4 @@
-"""`lit-diffusion evaluate`: FID, KID, precision, recall and inception score, by torch-fidelity."""
+"""`lit-diffusion evaluate`: FID, KID, precision, recall and Inception score by torch-fidelity."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ WITH_IMAGES = {
     *("--images", "--checkpoint", "--trust", "--data", "--reference", "--extractor"),
     *("--batch-size", "--device"),
 }
-"""Options that may be combined with --images; all others configure the generation of images."""
+"""Options that may be combined with --images. All others say how to generate images."""
 
 
 def build_parser() -> Parser:
@@ -36,25 +36,25 @@ def build_parser() -> Parser:
     lit-diffusion evaluate --images samples --checkpoint runs/digits --extractor digits-cnn
     lit-diffusion evaluate --images samples --reference photos --extractor inception-v3-compat
 
-A table goes to the terminal (stderr), the record with the whole protocol to the output, as JSON.
-Scores are torch-fidelity's on the PNG files. Compare only those of equal numbers of images.""",
+A table is printed to stderr, and the record with all settings to stdout as JSON. torch-fidelity
+computes the scores from PNG files. Compare only scores of equal numbers of images.""",
     )
     add_checkpoint(parser, required=False)
     add = parser.add_argument
-    text = """folder of images to score, instead of generating some; --checkpoint or --data
-        beside it names the real data"""
+    text = """folder of images to score instead of generated ones; then --checkpoint or --data
+        names the real data"""
     add("--images", metavar="DIR", help=text)
-    text = """real images: train, val (default) or test split of the run's data, or a folder or
-        .npz; for latents the default is what the run was scored against"""
+    text = """real images: train, val (default) or test split of the data of the run, a folder, or
+        an .npz; for latents, the default is the reference of the run's FID"""
     add("--reference", metavar="R", help=text)
     add_data(parser)
-    text = """FID protocol: inception-v3-compat, digits-cnn, ... or a file of `train-extractor`
-        (default: that of the run's evaluations or config, else inception-v3-compat)"""
+    text = """network of the FID: inception-v3-compat, digits-cnn, ... or a file written by
+        `train-extractor` (default: that of the run, else inception-v3-compat)"""
     add("--extractor", metavar="NAME", help=text)
-    text = "number of images to generate (default: as many as real images)"
+    text = "number of images to generate (default: that of the real images)"
     add("--num", type=integer, metavar="N", help=text)
-    add("--out", metavar="DIR", help="folder that keeps the generated images (default: none)")
-    text = "score averages of these relative widths, on the same seeds; for a run with PowerEMA"
+    add("--out", metavar="DIR", help="folder for the generated images (default: they are deleted)")
+    text = "score EMA weights of these relative widths on the same seeds; needs PowerEMA in the run"
     add("--ema", type=numbers, metavar="0.02,0.05,0.1", help=text)
     add_sampling(parser)
     return parser
@@ -67,17 +67,17 @@ def run(argv: Sequence[str]) -> None:
         passed = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
         if generating := [name for name in passed if name.replace("_", "-") not in WITH_IMAGES]:
             raise ValueError(
-                f"--images scores images as they are; leave out {', '.join(generating)}, which "
-                "would say how to generate some."
+                f"--images scores existing images; leave out {', '.join(generating)}, which set "
+                "how images are generated."
             )
         names_data = args.checkpoint is not None or args.data is not None
         if names_data != (args.reference in (None, *SPLITS)):
             raise ValueError(
-                "--images needs either --reference, a folder or an .npz of real images, or "
-                "--checkpoint C or --data CONFIG, whose data are taken."
+                "--images needs real images: add --reference with a folder or an .npz, or add "
+                "--checkpoint C or --data CONFIG, whose data are used."
             )
     elif args.checkpoint is None:
-        raise ValueError("give --checkpoint C, --images DIR, or both.")
+        raise ValueError("needs images to score: add --checkpoint C, --images DIR, or both.")
     check_checkpoints(args.checkpoint)
     check_exists("config", *(args.data or ()))
     with import_heavy():

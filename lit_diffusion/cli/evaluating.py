@@ -140,15 +140,15 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
     """
     sampling = options.sampling
     if options.out:
-        raise ValueError("--ema makes samples for each width; leave out --out.")
+        raise ValueError("--ema deletes the samples of each width; leave out --out.")
     if sampling.weights != "ema":
-        raise ValueError(f"--ema names the averages; leave out --weights {sampling.weights}.")
+        raise ValueError(f"--ema selects the weights; leave out --weights {sampling.weights}.")
     assert sampling.checkpoint is not None
     file = checkpoint_file(sampling.checkpoint)
     checkpoint = read_checkpoint(file)
     if not read_power_averages(checkpoint, file)[1]:
         raise ValueError(
-            f"--ema needs averages by PowerEMA, of which {file} has none; train with PowerEMA, or "
+            f"--ema needs averages of PowerEMA, but {file} has none; train with PowerEMA, or "
             f"score --weights {' or '.join(['raw', *average_names(checkpoint, file)])}."
         )
     weights = {width: f"power_{width:g}" for width in sorted(set(widths))}

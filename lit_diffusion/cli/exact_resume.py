@@ -123,14 +123,14 @@ class ExactResume(AccumulationTracker, Callback):
         reason = checkpoint.get("resumes_inexactly")
         if reason == BETWEEN_BATCHES:
             raise ValueError(
-                f"{trainer.ckpt_path} was saved {reason}, whose gradients no file holds; resume "
-                "from checkpoints/last.ckpt, and have others saved at whole steps "
-                "(trainer.val_check_interval a multiple of accumulate_grad_batches)."
+                f"{trainer.ckpt_path} was saved {reason}, whose gradients are in no file; resume "
+                "from checkpoints/last.ckpt, and save others at whole steps: "
+                "trainer.val_check_interval must be a multiple of accumulate_grad_batches."
             )
         if reason is not None:
             rank_zero_warn(
-                f"{trainer.ckpt_path} was saved {reason}; from others, such as "
-                "checkpoints/last.ckpt of an interrupted run, a run resumes bit-exactly."
+                f"{trainer.ckpt_path} was saved {reason}, so the resume is not bit-exact. It is "
+                "from other checkpoints, such as checkpoints/last.ckpt of an interrupted run."
             )
         self.image_count = parse_image_count(checkpoint.get("images_seen"))
         self._metrics = dict(checkpoint.get("callback_metrics", {}))
@@ -200,7 +200,7 @@ def _rewind_logs(trainer: Trainer) -> None:
             num_deleted[logger.path] = logger.rewind(logger_step(trainer))
     for file, num in num_deleted.items():
         if num:
-            rank_zero_info(f"Took {num} rows of steps after {step} out of {file}.")
+            rank_zero_info(f"Deleted {num} rows of steps after {step} from {file}.")
 
 
 def _update_plateau_schedulers(trainer: Trainer) -> None:
@@ -239,8 +239,8 @@ def _restore_model_checkpoints(trainer: Trainer, states: dict[str, dict[str, Any
             is_elsewhere = "://" in file and not file.startswith(f"{saver.dirpath}/")
             if is_elsewhere or ".." in Path(file).parts:
                 raise ValueError(
-                    f"{trainer.ckpt_path} names {file} as a file of ModelCheckpoint, which would "
-                    f"delete it, and its folder is {saver.dirpath}: resume from another checkpoint."
+                    f"{trainer.ckpt_path} lists {file} as a file of ModelCheckpoint, which would "
+                    f"delete it, but its folder is {saver.dirpath}; resume from another checkpoint."
                 )
         tracked |= set(map(os.path.abspath, saved_files))
         if saver.dirpath:

@@ -1,4 +1,4 @@
-"""`lit-diffusion fetch-weights`: the network that FID needs, for a machine without internet."""
+"""`lit-diffusion fetch-weights`: download the Inception weights that FID needs."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,16 @@ def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "fetch-weights",
-        """Download torch-fidelity's Inception weights (96 MB) and check their SHA-256.
+        """Download the Inception weights of torch-fidelity (96 MB), and check their SHA-256.
 
-Run it once where there is internet access, such as on the login node of a cluster. The protocols
+Run it once on a machine with internet access, such as the login node of a cluster. The extractors
 digits-cnn and patches-cnn need no download.""",
     )
-    text = "file or folder (default: the cache where FID looks)"
+    text = "file or folder to write (default: the cache that FID reads)"
     parser.add_argument("--to", metavar="PATH", help=text)
-    parser.add_argument("--url", help="URL of a mirror (default: torch-fidelity's)")
+    parser.add_argument(
+        "--url", metavar="URL", help="URL of a mirror (default: that of torch-fidelity)"
+    )
     return parser
 
 
@@ -26,4 +28,4 @@ def run(argv: Sequence[str]) -> None:
     from lit_diffusion.metrics.extractors import fetch_weights
 
     path = fetch_weights(args.to, **({"url": args.url} if args.url else {}))
-    print(f"Inception weights are at {path}.")
+    print(f"The Inception weights are in {path}.")

@@ -1,4 +1,4 @@
-"""Running `lit-diffusion fit | validate | test | predict`: LightningCLI with a run folder.
+"""Run `lit-diffusion fit | validate | test | predict`: LightningCLI with a run folder.
 
 The command line overrides configs, and configs override the checkpoint.
 """
@@ -141,11 +141,11 @@ class RunCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add options besides those of the model, the data and the Trainer."""
-        text = "in words, what the numbers of this config were tuned on; `compare` shows it"
+        text = "what the numbers of this config were tuned on, in words; `compare` shows it"
         parser.add_argument("--tuned_on", type=str | None, help=text)
         kind, text = Literal[FLOAT32_PRECISIONS], " ".join(FLOAT32_PRECISION_HELP.split())
         parser.add_argument("--float32_precision", type=kind | None, help=text)
-        text = "start a new run from what fits of another: CKPT, CKPT:raw, CKPT:ema, an export"
+        text = "start from the weights of another run that fit: CKPT, CKPT:raw, CKPT:ema, an export"
         parser.add_argument("--init_weights", type=str | None, help=text)
 
     def _arguments(self) -> list[str]:
@@ -292,7 +292,9 @@ class RunCLI(LightningCLI):
         except MisconfigurationException as error:
             if "No supported gpu backend" not in str(error):
                 raise
-            text = "trainer.accelerator=gpu: there is none here; auto takes what is."
+            text = (
+                "trainer.accelerator=gpu needs a GPU, but this machine has none; use auto or cpu."
+            )
             raise ValueError(text) from None
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment not in plugins:
@@ -309,8 +311,8 @@ class RunCLI(LightningCLI):
     def _loggers(self, loggers: Any) -> Any:
         """Loggers of the config (default TensorBoard) and metrics.csv, for a fit.
 
-        For other commands, only those of the config. They come first, as a module's `self.logger`
-        is the first logger.
+        Other commands have only the loggers of the config. These come first, because `self.logger`
+        of a module is the first logger.
         """
         root = self.request.root
         if loggers is None or loggers is True:
@@ -330,12 +332,12 @@ class RunCLI(LightningCLI):
         if not self.is_fit and self._has_averages and not contains(callbacks, WeightsProvider):
             raise ValueError(
                 f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
-                "configured to use them: pass the run's config, or add EMA to trainer.callbacks."
+                "configured to use them: add the config of the run, or EMA to trainer.callbacks."
             )
         if self.request.command == "predict" and not contains(callbacks, BasePredictionWriter):
             raise ValueError(
-                "predict would keep nothing: write images with `lit-diffusion sample`, or add a "
-                "lightning.pytorch.callbacks.BasePredictionWriter to trainer.callbacks."
+                "predict would discard its results: write images with `lit-diffusion sample`, or "
+                "add a lightning.pytorch.callbacks.BasePredictionWriter to trainer.callbacks."
             )
         if self.writes:
             callbacks += [ApplyChangedHyperparameters(self.changed), ExactResume()]
@@ -424,18 +426,20 @@ def _take_from_data(model: Any, data: Any, trust: Sequence[str]) -> None:
     if not names:
         return
     if data is None:
-        raise ValueError(f"model.{names[0]} is that of the data, and the config names no data.")
+        raise ValueError(f"model.{names[0]} is 'data', but the config names no data; add data:.")
     built = instantiate([data.as_dict()], LightningDataModule, trust, "data")
     for name in names:
         if not hasattr(built, name):
-            raise ValueError(f"model.{name} is 'data', and {data.class_path} has no {name}.")
+            raise ValueError(
+                f"model.{name} is 'data', but {data.class_path} has no {name}; set a value."
+            )
         arguments[name] = getattr(built, name)
     dropout, conditioning = arguments.get("label_dropout"), arguments.get("conditioning")
     is_unlabelled = "num_classes" in names and arguments["num_classes"] is conditioning is None
     if dropout and is_unlabelled and isinstance(built, ImageFileDataModule):
         raise ValueError(
             f"{built.folder('train')} has no class folders, and label_dropout={dropout} needs "
-            "classes: put the pictures into a folder per class, or add --model.label_dropout=0."
+            "classes: put the images into a folder per class, or add --model.label_dropout=0."
         )
 
 

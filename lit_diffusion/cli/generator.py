@@ -128,9 +128,9 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
     module: Any = loaded.module
     kind = f"{type(module).__name__} in {loaded.path}"
     if not hasattr(module, "generate"):
-        raise ValueError(f"{kind} cannot generate images.")
+        raise ValueError(f"{kind} has no `generate`; name a checkpoint of a generative model.")
     if options.init and not hasattr(module, "edit"):
-        raise ValueError(f"{kind} takes no --init.")
+        raise ValueError(f"{kind} has no `edit`, which --init needs; leave out --init.")
     module.to(device)
     guided_by = None
     if options.changes_solver or options.changes_guidance:
@@ -171,7 +171,7 @@ def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> lis
         ([1, -1, 0], [1])
     """
     if num_classes is None:
-        raise ValueError("--labels needs a model with classes, and this one has none.")
+        raise ValueError("--labels needs a model with classes, got one without; leave it out.")
     by_name = {name: label for label, name in enumerate(names[:num_classes])}
     is_ambiguous = any(name.isdecimal() and name != str(label) for name, label in by_name.items())
     by_number = {} if is_ambiguous else {str(label): label for label in range(num_classes)}
@@ -189,8 +189,8 @@ def _encode_prompts(module: Any, prompts: Sequence[str]) -> Condition:
     encode = getattr(getattr(module, "conditioning", None), "encode", None)
     if encode is None:
         raise ValueError(
-            f"--prompt needs a model of texts, whose conditioning has `encode`, and that of "
-            f"{type(module).__name__} has none; --labels names classes."
+            f"--prompt needs a model with text conditioning, got {type(module).__name__} without "
+            "`conditioning.encode`; use --labels for classes."
         )
     return by_part(lambda *rows: torch.stack(rows), *map(encode, prompts))
 
@@ -210,8 +210,7 @@ def parse_solver(text: str) -> dict[str, Any]:
     names = {each.lower(): each for each in solvers.__all__}
     if name.lower() not in names:
         raise ValueError(
-            f"a solver must be one of {', '.join(solvers.__all__)}, or a class path with arguments "
-            f"as in YAML, got {text!r}."
+            f"--solver must be one of {', '.join(solvers.__all__)}, or a class path, got {text!r}."
         )
     return spec | {"class_path": f"lit_diffusion.solvers.{names[name.lower()]}"}
 
@@ -220,7 +219,8 @@ def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
     """Class path and arguments of the solver in the checkpoint."""
     spec: dict[str, Any] | None = loaded.checkpoint["hyper_parameters"].get("solver")
     if spec is None:
-        raise ValueError(f"{type(loaded.module).__name__} takes no other solver or guidance.")
+        kind = type(loaded.module).__name__
+        raise ValueError(f"{kind} has no solver; leave out options of the solver and guidance.")
     return spec
 
 
@@ -307,8 +307,8 @@ def build_guidance(
     conditioning = getattr(module, "conditioning", getattr(module, "num_classes", None))
     if conditioning is None or module.label_dropout == 0:
         raise ValueError(
-            "--guidance needs a model with classes, or another conditioning, that was trained "
-            f"with label_dropout, got {conditioning} and label_dropout={module.label_dropout}."
+            "--guidance needs a conditional model that was trained with label_dropout, got the "
+            f"conditioning {conditioning} and label_dropout={module.label_dropout}."
         )
     if scale == 1:
         return None, None
@@ -322,11 +322,14 @@ def _load_guiding_model(
     path, weights = split_weights_suffix(source)
     loaded = load_module(path, weights or options.weights, trust=options.trust)
     if kind == "classifier" and not isinstance(loaded.module, NoisyClassifier):
-        raise ValueError(f"--classifier {source} is a {type(loaded.module).__name__}.")
+        got = type(loaded.module).__name__
+        raise ValueError(f"--classifier {source} must be a NoisyClassifier, got a {got}.")
     for name in ("process", "image_shape", "num_classes"):
         ours, theirs = (repr(getattr(each, name, None)) for each in (module, loaded.module))
         if ours != theirs:
-            raise ValueError(f"--{kind} {source} has the {name} {theirs}, but the model {ours}.")
+            raise ValueError(
+                f"--{kind} {source} must have the {name} of the model, {ours}, got {theirs}."
+            )
     check_codec(module.codec, loaded.checkpoint)
     record = {kind: str(loaded.path), "step": loaded.step, "weights": loaded.weights}
     return loaded.module.to(module.device), record
@@ -346,7 +349,7 @@ def _read_init_and_mask(module: Any, init: str, mask: str | None) -> tuple[Tenso
     if mask is None:
         return images, None
     if Path(mask).is_dir():
-        raise ValueError(f"--mask {mask} is a folder; name one picture, for all images.")
+        raise ValueError(f"--mask must be one image, got the folder {mask}; name a file.")
     pixels = _read_images(Path(mask), (1, *images.shape[2:]))
     # A latent is preserved if all its pixels are white.
     return images, 1 - max_pool2d((pixels <= 127).float(), factor)
@@ -358,12 +361,12 @@ def _read_images(path: Path, shape: tuple[int, ...]) -> Tensor:
     if path.is_dir():
         files = sorted(file for file in path.glob("*.png") if file.name not in OVERVIEWS)
     if not files or not files[0].is_file():
-        raise ValueError(f"{path} is no picture, and no folder of PNG files.")
+        raise ValueError(f"{path} must be an image or a folder of PNG files; name another.")
     images = [read_image(file) for file in files]
     for file, image in zip(files, images, strict=True):
         if image.shape != shape:
             raise ValueError(
-                f"{file} is {tuple(image.shape)}, and must be {shape}, as the model's images are "
-                "(channels, height, width; a mask has one channel): resize or convert it."
+                f"{file} must have the shape {shape} (channels, height, width; a mask has one "
+                f"channel), got {tuple(image.shape)}; resize or convert it."
             )
     return torch.stack(images)

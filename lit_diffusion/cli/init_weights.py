@@ -33,14 +33,14 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
     if not fitting:
         theirs, ours = (", ".join(list(names)[:3]) for names in (state, module.state_dict()))
         raise ValueError(
-            f"--init_weights {source}: none of its weights ({theirs}, ...) fits the model, whose "
-            f"are {ours}, ...; name a file of this architecture."
+            f"--init_weights {source}: none of its weights ({theirs}, ...) fits the model, which "
+            f"has {ours}, ...; name a file of this architecture."
         )
     for name, _ in module.named_parameters():
         if name in fitting and not fitting[name].isfinite().all():
             raise ValueError(
-                f"--init_weights {source}: weights must be finite, and {name} is not; its training "
-                "diverged: name an earlier file."
+                f"--init_weights {source}: weights must be finite, but {name} is not, because its "
+                "training diverged; name an earlier file."
             )
     module.load_state_dict(fitting, strict=False)
     counts = [
@@ -66,7 +66,8 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
         record, state = read_exported(path)
         exported = record.get("weights", "raw")
         if weights not in (None, exported, exported.split("_")[0]):
-            raise ValueError(f"--init_weights {source}: {path} holds {exported} weights alone.")
+            fix = f"leave out :{weights}"
+            raise ValueError(f"--init_weights {source}: {path} has only {exported} weights; {fix}.")
         state = {f"network.{name}": value for name, value in state.items()}
         return f"{exported} weights of {path}", state, record
     checkpoint = read_checkpoint(path)

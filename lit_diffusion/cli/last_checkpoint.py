@@ -122,8 +122,8 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         if diverged and self._previous_path.exists():
             replace(self._previous_path, self.path)
             rank_zero_warn(
-                f"{self.path} is again that of the save before, as no finite loss has been read "
-                "since the last save."
+                f"{self.path} is again that of the save before, because no loss since the last "
+                "save was known to be finite."
             )
 
     def _delete_end(self, trainer: Trainer) -> None:
@@ -151,8 +151,8 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
                 os.link(self.path, self._previous_path)
         except OSError as error:  # a file system without hard links
             rank_zero_warn(
-                f"{self.path} is replaced at each save without its old content being kept until "
-                f"the next loss is finite: {error}."
+                f"{self.path} is replaced at each save without a backup until the next finite "
+                f"loss: {error}."
             )
 
     def _is_due(self, trainer: Trainer) -> bool:

@@ -1,4 +1,4 @@
-"""`lit-diffusion plan`: memory, communication and arithmetic of each rank of a sharded fit."""
+"""`lit-diffusion plan`: memory, communication and arithmetic per rank of training by FSDP."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,21 +15,22 @@ def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "plan",
-        """What each rank of a fit needs if the weights are split over all ranks: memory,
-communication and arithmetic of a step, from the shapes of the network alone. Nothing is trained
-or allocated. Activations are those of attention that stores its matrices; fused kernels store less.
+        """Estimate what each rank needs if the weights are sharded over all ranks: memory,
+communication and arithmetic per step. The estimate is computed from the shapes of the network.
+Nothing is trained or allocated. Activations include attention matrices, which fused kernels do not
+store.
 
     lit-diffusion plan --config configs/dit-1b.yaml
     lit-diffusion plan --config configs/dit-1b.yaml --ranks 8,64,512 --bandwidth 50""",
     )
     add = parser.add_argument
-    text = "YAML with the model; may be repeated, as for fit"
+    text = "YAML with the model; may be repeated, as in fit"
     add("-c", "--config", required=True, action="append", metavar="FILE", help=text)
     text = "numbers of ranks (default: that of the config)"
     add("--ranks", type=integers, metavar="N,N", help=text)
-    text = "what a rank receives in a second (default 400, as from GPUs of the same node)"
+    text = "data that a rank receives per second (default 400, as from GPUs of one node)"
     add("--bandwidth", type=number, default=400.0, metavar="GB/S", help=text)
-    text = "arithmetic of a rank (default 400, about half of the peak of an H100 in bfloat16)"
+    text = "speed of a rank (default 400, about half of the bfloat16 peak of an H100)"
     add("--tflops", type=number, default=400.0, metavar="TFLOP/S", help=text)
     add_trust(parser, "the config")
     return parser

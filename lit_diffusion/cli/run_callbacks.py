@@ -1,4 +1,4 @@
-"""The callbacks of a run: those of its config, changed by options, and the default ones."""
+"""The callbacks of a run: those of the config, changed by options, and the defaults."""
 
 import re
 import sys
@@ -43,7 +43,7 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
 
 
 def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Callback]:
-    """The callbacks, followed by those that save last.ckpt, so that it has the state of all others.
+    """The callbacks, followed by those that save last.ckpt with the state of all others.
 
     Raises:
         ValueError: for a callback that would overwrite last.ckpt with one that does not resume
@@ -54,13 +54,13 @@ def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Ca
         dirpath = getattr(callback, "dirpath", None) or folder
         if saves_last and Path(dirpath).absolute() == folder.absolute():
             raise ValueError(
-                "trainer.callbacks: ModelCheckpoint(save_last=True) would write last.ckpt, which "
-                "fit does by itself where a run resumes bit-exactly; leave save_last out."
+                "trainer.callbacks: ModelCheckpoint(save_last=True) would overwrite last.ckpt, "
+                "which fit saves where a run resumes bit-exactly; leave save_last out."
             )
         if isinstance(callback, SaveOnSignal) and callback.folder not in (None, folder):
             raise ValueError(
-                f"trainer.callbacks: SaveOnSignal must save where fit looks, which is {folder}, "
-                f"and has the folder {callback.folder}; leave that out."
+                f"trainer.callbacks: SaveOnSignal must save to the folder {folder}, from which fit "
+                f"resumes, got {callback.folder}; leave folder out."
             )
     savers = (LastCheckpoint, SaveOnSignal)
     missing = [saver(folder) for saver in savers if not contains(callbacks, saver)]
@@ -74,10 +74,10 @@ _STEP_HOOKS = (
 
 
 def skip_empty_hooks(callbacks: Iterable[Callback]) -> None:
-    """Set the hooks of a training step that callbacks do not override to None.
+    """Set hooks of a training step that a callback does not override to None.
 
-    Lightning skips a hook that is no function. Each other one costs a context manager and ten calls
-    of Python functions a step, even if it does nothing.
+    Lightning skips a hook that is no function. Any other hook costs a context manager and ten
+    function calls per step, even if it does nothing.
     """
     for callback in callbacks:
         for name in _STEP_HOOKS:
@@ -169,8 +169,8 @@ def apply_callback_options(
             del callbacks[index]
         else:
             raise ValueError(
-                f"{option}: set an argument, as --trainer.callbacks.{name}.ARGUMENT=VALUE, or "
-                f"leave the callback out by --trainer.callbacks.{name}=null."
+                f"{option}: set an argument by --trainer.callbacks.{name}.ARGUMENT=VALUE, or "
+                f"remove the callback by --trainer.callbacks.{name}=null."
             )
     return callbacks
 
@@ -180,14 +180,16 @@ def _set_argument(callback: dict[str, Any], path: Sequence[str], text: str, opti
     try:
         value = get_loader("yaml")(text)
     except (YAMLError, ValueError) as error:  # also an integer of thousands of digits
-        raise ValueError(f"{option}: the value {text} is no YAML.") from error
+        raise ValueError(f"{option}: the value must be YAML, got {text}; quote it.") from error
     if value is None and text not in ("null", "None", "~"):  # as of an unset variable of the shell
         raise ValueError(f"{option} needs a value: {option}=VALUE.")
     arguments = callback.setdefault("init_args", {})
     for parent in path[:-1]:
         arguments = arguments.setdefault(parent, {})
         if not isinstance(arguments, dict):
-            raise ValueError(f"{option}: {parent} is {arguments!r}, which has no arguments.")
+            raise ValueError(
+                f"{option}: {parent} must have arguments, got {arguments!r}; set {parent} first."
+            )
         if "class_path" in arguments:
             arguments = arguments.setdefault("init_args", {})
     arguments[path[-1]] = value

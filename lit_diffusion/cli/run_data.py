@@ -1,7 +1,7 @@
 """Data, reference images and FID protocol of the run of a checkpoint.
 
-A data module can read any path or bucket. Therefore the data that a checkpoint itself names are
-never opened, but only those of the config in its run folder or of --data CONFIG.
+A data module can read any path or bucket. Therefore, data that a checkpoint names are never opened.
+Only the config in its run folder, or --data CONFIG, names data to open.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ def read_data_settings(
         raise FileNotFoundError(f"There is no checkpoint at {checkpoint_file(checkpoint)}.")
     if not files:
         raise ValueError(
-            f"{checkpoint} is in no run folder with a config.yaml, and the data that a checkpoint "
-            "itself names are not opened: pass --data CONFIG, a config whose data: to read."
+            f"{checkpoint} is in no run folder with a config.yaml, and data that a checkpoint "
+            "names are not opened; add --data CONFIG with a config that names the data."
         )
     check_exists("config", *files)
     settings = [read_config(file).get("data") for file in files]
@@ -91,14 +91,14 @@ def real_images(
     if data is None:
         source = ", ".join(configs or [str(checkpoint)])
         raise ValueError(
-            f"{source} names no data with splits to compare with; pass --reference DIR, a folder "
-            "of real images."
+            f"{source} names no data with splits to compare with; add --reference DIR with a "
+            "folder of real images."
         )
     if reference is None and hasattr(data, "vae_sha256"):
         records = [each for each in evaluations_of_run(checkpoint) if "reference" in each]
         if not records:
             raise ValueError(
-                f"{checkpoint or 'the model'} was trained on latents; pass --reference DIR, a "
+                f"{checkpoint or 'the model'} was trained on latents; add --reference DIR with a "
                 "folder of real images."
             )
         return real_images(str(records[-1]["reference"]), checkpoint, configs, trust)

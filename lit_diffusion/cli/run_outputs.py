@@ -1,4 +1,4 @@
-"""What a fit writes besides checkpoints and curves: its config, and messages for the user."""
+"""Outputs of a fit besides checkpoints and curves: its config, and messages for the user."""
 
 import shlex
 import signal
@@ -29,8 +29,8 @@ from lit_diffusion.metrics.evaluation_record import count_training_images, is_re
 class RunConfig(SaveConfigCallback):
     """Writes config.yaml, or config.resume-N.yaml for a resume, into the run folder of a fit.
 
-    Its first line is a comment that says on what the run was computed. Writes after the checkpoint
-    is restored, so that a failed attempt leaves no config.
+    The first line is a comment with the version of torch and the device. The file is written after
+    the checkpoint is restored, so a failed attempt leaves no config.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -119,7 +119,7 @@ def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 def requeue_line(request: Request) -> str:
     """Message of a fit that SLURM has restarted."""
     last = checkpoint_file(request.root)
-    how = f"goes on from {last}" if is_checkpoint(last) else f"begins anew, as there is no {last}"
+    how = f"resumes from {last}" if is_checkpoint(last) else f"starts over: there is no {last}"
     return f"SLURM job {job_id()} was requeued, and {how}."
 
 
@@ -135,11 +135,11 @@ def resume_line(request: Request, step: int, number: signal.Signals, saved: bool
     last = checkpoint_file(request.root)
     text = f"Stopped by {number.name} at step {step}. "
     if not is_checkpoint(last):
-        return f"{text}There is no {last} to go on from: {step} steps are lost."
+        return f"{text}There is no {last} to resume from: {step} steps are lost."
     saved_step = step if saved else int(read_checkpoint(last, shapes_only=True)["global_step"])
     if (lost := step - saved_step) > 0:
         steps = "step since" if lost == 1 else f"{lost} steps since"
         text += f"The {steps} step {saved_step} {'is' if lost == 1 else 'are'} lost. "
     # With another --ckpt_path, the run folder of the command may change: name the file.
     again = shlex.quote(str(last)) if request.holds_checkpoint else "last"
-    return f"{text}The same command with --ckpt_path={again} goes on from {last}."
+    return f"{text}Repeat the command with --ckpt_path={again} to resume from {last}."

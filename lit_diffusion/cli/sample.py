@@ -22,7 +22,7 @@ def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "sample",
-        """Write images that a checkpoint generates.
+        """Generate images from a checkpoint.
 
     lit-diffusion sample --checkpoint runs/digits --num 64 --out samples
     lit-diffusion sample --checkpoint runs/digits/checkpoints/best-fid.ckpt --out sevens \\
@@ -33,28 +33,27 @@ def build_parser() -> Parser:
     lit-diffusion sample --checkpoint runs/digits --num 4 --out paths --trajectory
     lit-diffusion sample --checkpoint runs/digits --num 1440 --out compared --compare solvers
 
-Image i has the seed SEED + i, and up to rounding is the same in any batch, on any device. OUT gets
-000000.png, 000001.png, ... at their own size, grid.png with the first of them, and samples.json,
-which says how they were generated. A call that is stopped keeps its images; the same command
-continues it.
+Image i has the seed SEED + i. Up to rounding, it does not depend on the batch size and the device.
+The folder gets 000000.png, 000001.png, ..., grid.png with the first images, and samples.json, which
+records how they were generated. If the command is stopped, repeat it to generate the rest.
 
---trajectory adds trajectory.png and trajectory.gif: x_t and the x0 predicted from it, step by step,
-for the first four images. --compare generates the NUM images by each solver with each number of
-steps, each in its own folder, and writes comparison.png, .csv and .json: the first twelve images
-and the FID of each.""",
+--trajectory adds trajectory.png and trajectory.gif with x_t and the predicted x0 of the first four
+images at each step. --compare generates the images with each solver and number of steps, each in a
+folder of its own. It writes the first twelve images to comparison.png, and the FIDs to
+comparison.csv and comparison.json.""",
     )
     add_checkpoint(parser, required=True)
     add = parser.add_argument
     add("--num", type=integer, default=64, metavar="N", help="number of images (default 64)")
     add("--out", required=True, metavar="DIR", help="folder for the images")
-    text = "draw the first four images at each step of the solver"
+    text = "draw the first four images at every solver step"
     add("--trajectory", action="store_true", help=text)
-    text = "'solvers' for every solver that the process allows, or some by name: DDIM,Heun,UniPC"
+    text = "solvers to compare: DDIM,Heun,UniPC; or solvers: all that the process supports"
     add("--compare", metavar="S", help=text)
-    text = "numbers of steps of --compare (default 5,10,20,50)"
+    text = "numbers of solver steps for --compare (default 5,10,20,50)"
     parser.add_rare("--compare_steps", type=integers, metavar="N,N", help=text)
-    text = """real images for the FIDs of --compare: train, val (default) or test split of the run's
-        data, or a folder or .npz"""
+    text = """real images for the FIDs of --compare: train, val (default) or test split of the data
+        of the run, a folder, or an .npz"""
     parser.add_rare("--reference", metavar="R", help=text)
     add_data(parser)
     add_sampling(parser)
@@ -67,7 +66,7 @@ def run(argv: Sequence[str]) -> None:
     sampling = sampling_options(args)
     if args.compare is None:
         if args.compare_steps or args.reference or args.data:
-            raise ValueError("--compare_steps, --reference and --data need --compare.")
+            raise ValueError("--compare_steps, --reference and --data need --compare; add it.")
     else:
         names = ("solver", "steps", "init", "mask")
         excluded = [f"--{name}" for name in names if getattr(sampling, name) is not None]
@@ -75,7 +74,7 @@ def run(argv: Sequence[str]) -> None:
         excluded += [o for o in sampling.solver_options if o.startswith("--solver.steps")]
         if excluded:
             raise ValueError(
-                "--compare tries solvers and numbers of steps, from noise; leave out "
+                "--compare sets solvers and numbers of steps, and starts from noise; leave out "
                 f"{', '.join(excluded)}."
             )
     check_checkpoints(args.checkpoint)
@@ -100,7 +99,7 @@ def run(argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         num = unfinished_record(folder).get("num", 0)
         progress = "" if args.compare else f" with {num} of {args.num} images in {folder}"
-        print_error(f"Stopped{progress}; the same command goes on.")
+        print_error(f"Stopped{progress}. Repeat the command to continue.")
         raise
     source = f"{record['weights']} weights of {record['checkpoint']}"
     if (solver := record["sampling"].get("solver")) is not None:

@@ -23,18 +23,18 @@ RECORD = "samples.json"
 
 
 def image_folder(path: str | Path) -> Path:
-    """Create a folder for images; ValueError if it has images of a completed call."""
+    """Create a folder for images; ValueError if it has images of a completed command."""
     folder = Path(path)
     if folder.is_file():
         raise ValueError(f"--out {folder} is a file; name a folder.")
     if any(folder.glob("*.png")) and not unfinished_record(folder):
-        raise ValueError(f"--out {folder} already holds images; choose another folder or empty it.")
+        raise ValueError(f"--out {folder} already has images; choose another folder, or empty it.")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def unfinished_record(folder: Path) -> dict[str, Any]:
-    """The content of samples.json of an interrupted call; {} without one."""
+    """The content of samples.json of an interrupted command; {} without one."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads(check_regular(folder / RECORD).read_text())
         is_unfinished = record["of"] != record["num"] or not (folder / "grid.png").exists()
@@ -48,7 +48,7 @@ def write_samples(
 ) -> dict[str, Any]:
     """Generate the missing images of a folder; return the content of samples.json.
 
-    samples.json is updated after each batch, so that an interrupted call can be repeated.
+    samples.json is updated after each batch, so an interrupted command can be repeated.
 
     Args:
         generator: generates the images.
@@ -67,8 +67,8 @@ def write_samples(
     record = generator.record(first, num)
     if before and (first or any(folder.glob("*.png"))) and before != json.loads(json_text(record)):
         raise ValueError(
-            f"--out {folder} holds {first} of {before['of']} images of another call, which was "
-            f"stopped: see {RECORD}. Repeat that call, choose another folder or empty it."
+            f"--out {folder} has {first} of {before['of']} images of another command, which was "
+            f"stopped (see {RECORD}). Repeat that command, choose another folder, or empty it."
         )
     atomic_write_text(folder / RECORD, json_text(record))  # before any image
     if trajectory:

@@ -82,7 +82,7 @@ class Cell:
 def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, folder: Path) -> str:
     """Write images of each cell, and comparison.json, .csv and .png; return a summary.
 
-    An interrupted call can be repeated; existing images are not generated again.
+    An interrupted command can be repeated; existing images are not generated again.
 
     Raises:
         ValueError: for unknown solvers, less than one step, a module that supports no other solver,
@@ -181,12 +181,12 @@ def _prepare_fid(
 ) -> tuple[Callable[[Path], float] | None, dict[str, Any]]:
     """A function that computes the FID of a folder, and the protocol for the record.
 
-    If no FID can be computed, None, and the reason under "told".
+    If no FID can be computed, the function is None, and the reason is under "told".
     """
     num, options = comparison.num, generator.options
     try:
         if num < MIN_IMAGES:
-            raise ValueError(f"it needs {MIN_IMAGES} images or more, got --num {num}.")
+            raise ValueError(f"--num must be at least {MIN_IMAGES}, got {num}.")
         protocol = protocol_by_name(protocol_of_run(options.checkpoint))
         device: Any = generator.loaded.module.device
         scorer = Scorer(protocol, protocol.build().to(device), device, options.batch_size)

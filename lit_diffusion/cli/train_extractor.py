@@ -1,4 +1,4 @@
-"""`lit-diffusion train-extractor`: train a network for FID on the user's images."""
+"""`lit-diffusion train-extractor`: train a network for FID on your own images."""
 
 import sys
 from collections.abc import Sequence
@@ -17,22 +17,22 @@ def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "train-extractor",
-        """Train a small network on the training images of a config, for FID without a download.
+        """Train a small network for FID on the training images of a config. It needs no download.
 
     lit-diffusion train-extractor --config flowers.yaml --out flowers-cnn.safetensors
     lit-diffusion fit --config flowers.yaml \\
         --trainer.callbacks.FIDEvaluation.extractor=flowers-cnn.safetensors
 
-It learns the classes, or without classes to distinguish the images, and how blurred and noisy they
-are. An FID by it can be compared with others by the same file only: keep the file. Options
---data.NAME=VALUE are those of fit.""",
+The network learns to classify the images, or to distinguish them if there are no classes, and to
+tell how blurred and noisy they are. FIDs are comparable only if they use the same file, so keep the
+file. Options --data.NAME=VALUE are those of fit.""",
     )
     add = parser.add_argument
-    text = "YAML with the data; may be repeated, as for fit"
+    text = "YAML with the data; may be repeated, as in fit"
     add("-c", "--config", required=True, action="append", metavar="FILE", help=text)
     add("--out", required=True, metavar="FILE.safetensors", help="file to write")
     add("--steps", type=integer, default=1500, metavar="N", help="training steps (default 1500)")
-    text = "images in a step (default 128)"
+    text = "images per step (default 128)"
     add("--batch-size", type=integer, default=128, metavar="B", help=text)
     add_device(parser)
     add_trust(parser, "the config")
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> None:
     settings, path = read_data_settings(None, args.config)
     data = build_data(settings, args.trust, path, others)
     if data is None:
-        raise ValueError(f"{path} names no data with splits under data:, to train on.")
+        raise ValueError(f"{path} must name data with splits, got none; add them under data:.")
     train_extractor(
         open_split(data, "train"),
         args.out,
@@ -64,4 +64,6 @@ def run(argv: Sequence[str]) -> None:
     )
     protocol = TrainedCNN(args.out)
     distinguishes = protocol.record["told_apart"]
-    print(f"{args.out} holds {protocol.name}, which tells {distinguishes} apart.", file=sys.stderr)
+    print(
+        f"{args.out} holds {protocol.name}, which distinguishes {distinguishes}.", file=sys.stderr
+    )

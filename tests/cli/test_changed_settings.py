@@ -107,5 +107,5 @@ def test_the_state_of_a_schedule_is_restored_and_a_damaged_one_refused(tmp_path,
     content = torch.load(tmp_path / "2.ckpt", weights_only=True)
     content["lr_schedulers"][0]["_last_lr"] = None
     torch.save(content, tmp_path / "2.ckpt")
-    with pytest.raises(ValueError, match=r"2\.ckpt holds _last_lr=None in the state of its lr"):
+    with pytest.raises(ValueError, match=r"2\.ckpt has _last_lr=None in the state of its lr"):
         resume(4, tmp_path / "2.ckpt")

@@ -76,12 +76,12 @@ def check_edits():
 @pytest.mark.usefixtures("folder")
 def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys, monkeypatch):
     assert call(ENCODE) == 0
-    assert "0 shards written to latents, which has 8 of 8." in capsys.readouterr().out
+    assert "0 shards were written to latents, which has 8 of 8." in capsys.readouterr().out
     with monkeypatch.context() as patch:
         patch.setenv("RANK", "1")
         patch.setenv("WORLD_SIZE", "2")
         assert call(ENCODE.replace("latents", "others")) == 0
-    assert "4 shards written to others, which has 4 of 8." in capsys.readouterr().out
+    assert "4 shards were written to others, which has 4 of 8." in capsys.readouterr().out
     write_config(reference="val")
     assert call("fit --config latents.yaml") == 2
     assert "val: the data are latents, but images must be compared" in capsys.readouterr().err
@@ -201,10 +201,10 @@ def test_two_processes_write_what_one_does_and_flips_can_be_added(source, whole,
 
 def test_a_folder_of_other_latents_is_left_alone(source, whole, tmp_path):
     before = content(whole)
-    with pytest.raises(ValueError, match="whose shard_size is 3, and this call's is 2; choose"):
+    with pytest.raises(ValueError, match="shard_size 3, but this command has 2; choose"):
         encode(source, whole, shard_size=2)
     small_vae.save(tmp_path / "vae", channels=(8, 16))
-    with pytest.raises(ValueError, match="whose vae_sha256 is"):
+    with pytest.raises(ValueError, match="with vae_sha256 "):
         plan_shards(open_source(source)[0], VAECodec(str(tmp_path / "vae")), whole, 3, True)
     assert content(whole) == before
 

@@ -142,7 +142,7 @@ def test_data_that_a_checkpoint_alone_names_are_not_touched(
     write_digits("elsewhere", "val", 8)
     touched.clear()
     assert call(command) == LONE[command]
-    assert "pass --data CONFIG" in capsys.readouterr().err
+    assert "add --data CONFIG" in capsys.readouterr().err
     assert not touched
     assert call(f"{command.replace('out out', 'out other')} --data run/config.yaml") == 0
     assert not touched
@@ -161,19 +161,19 @@ def test_options_for_generating_images_are_refused_beside_images_by_name(run, ca
     for name in options - {"-h", "--help", *evaluate.WITH_IMAGES}:
         value = {"--guidance_interval": "0.1,2", "--float32_precision": "tf32"}.get(name, 1)
         assert call(f"evaluate --images x --checkpoint run {name}={value}") == 2
-        assert f"leave out {name}, which would" in capsys.readouterr().err
+        assert f"leave out {name}, which set" in capsys.readouterr().err
     assert call("evaluate --images x --seed 3 --reference real --steps 2") == 2
-    assert "leave out --seed, --steps, which would say how" in capsys.readouterr().err
+    assert "leave out --seed, --steps, which set how" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("evaluate", "give --checkpoint C, --images DIR, or both."),
-        ("evaluate --images x", "--images needs either --reference, a folder"),
+        ("evaluate", "add --checkpoint C, --images DIR, or both."),
+        ("evaluate --images x", "--images needs real images: add --reference with a folder"),
         ("evaluate --data nowhere.yaml --images full --extractor digits-cnn", "There is no config"),
         (f"{RUN}x", "there is no FID protocol 'digits-cnnx'"),
-        (f"{RUN} --out full", "--out full already holds images"),
+        (f"{RUN} --out full", "--out full already has images"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(run, capsys, command, message):

@@ -231,5 +231,5 @@ def test_a_checkpoint_names_no_file_elsewhere_for_deletion(tmp_path, file):
     content["callbacks"][key]["best_model_path"] = file.format(tmp_path / "saved")
     torch.save(content, tmp_path / "last.ckpt")
     callbacks = [savers()[0], ExactResume()]
-    with pytest.raises(ValueError, match="would delete it, and its folder is"):
+    with pytest.raises(ValueError, match="would delete it, but its folder is"):
         fit(savers()[1], tmp_path, tmp_path / "last.ckpt", callbacks=callbacks, max_steps=4)

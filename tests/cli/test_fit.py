@@ -224,7 +224,7 @@ def test_a_resume_deletes_rows_after_its_checkpoint_and_counts_images_of_each_ba
         file.writelines(f"{step},0,1.0\n" for step in range(4, 8))
     options = "--trainer.max_steps=7 --data.init_args.batch_size=2"
     assert call(f"{FIT} --ckpt_path=last {options}") == 0
-    assert "Took 4 rows of steps after 3 out of runs/tiny/metrics.csv." in caplog.messages
+    assert "Deleted 4 rows of steps after 3 from runs/tiny/metrics.csv." in caplog.messages
     assert "7 steps, 20 images seen" in capsys.readouterr().err
 
 

@@ -57,10 +57,10 @@ def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
     }.items():
         assert repr(build_solver(loaded, sampling(options))) == solver
     for options, message in {
-        "--solver heunn": "a solver must be one of DDIM, DDPM, DPMSolverPP, DPMSolverPP2S, Euler, "
+        "--solver heunn": "--solver must be one of DDIM, DDPM, DPMSolverPP, DPMSolverPP2S, Euler, "
         "EulerAncestral, Heun, UniPC, or a class path",
         "--solver Heun --solver.stepz 3": "no argument 'stepz'. Did you mean 'steps'?",
-        f"--solver '{{steps: {'9' * 5000}}}'": "a solver must be one of DDIM",
+        f"--solver '{{steps: {'9' * 5000}}}'": "--solver must be one of DDIM",
         "--solver lit_diffusion.grids.Karras": "does not implement protocol Solver",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -122,7 +122,7 @@ def test_a_classifier_moves_means_of_ddpm_and_scores_of_others(module):
 
 def test_a_classifier_of_another_process_is_refused():
     classifier("CosineBetas")
-    with pytest.raises(ValueError, match="has the process"):
+    with pytest.raises(ValueError, match="must have the process of the model"):
         load_generator(sampling("--classifier classifier.ckpt:raw"))
 
 
@@ -154,10 +154,10 @@ def test_a_picture_that_does_not_fit_is_named():
     Image.new("RGB", (8, 8)).save("colour.png")
     Image.new("I;16", (8, 8)).save("deep.png")
     for options, message in {
-        "--init colour.png": "colour.png is (3, 8, 8), and must be (1, 8, 8)",
+        "--init colour.png": "colour.png must have the shape (1, 8, 8) (channels",
         "--init deep.png": "deep.png has mode I;16; images must be of mode L, LA, RGB or RGBA",
-        "--init nowhere.png": "nowhere.png is no picture, and no folder of PNG files.",
-        "--init begin --mask m.png --solver Heun": "--mask fills in by RePaint, on the steps",
+        "--init nowhere.png": "nowhere.png must be an image or a folder of PNG files",
+        "--init begin --mask m.png --solver Heun": "--mask uses RePaint with the steps",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             load_generator(sampling(options))

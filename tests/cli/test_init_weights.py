@@ -103,7 +103,7 @@ def test_what_does_not_fit_is_listed_and_left():
     [
         ("nowhere", "There is no checkpoint at nowhere"),
         ("old:ema_0.5", "has no weights 'ema_0.5'; it has raw, ema_0.9"),
-        ("exported:raw", "exported holds ema_0.9 weights alone"),
+        ("exported:raw", "exported has only ema_0.9 weights"),
         ("foreign.ckpt", r"none of its weights \(wings.weight, ...\) fits the model"),
     ],
 )

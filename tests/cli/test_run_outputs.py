@@ -38,12 +38,12 @@ def test_a_fit_that_was_stopped_resumes_as_it_says(options, folder):
     Path("best.ckpt").touch()
     request = read_command_line(["fit", *options.split()])
     line = resume_line(request, 3, signal.SIGTERM, True)
-    assert line.startswith("Stopped by SIGTERM at step 3. The same command with --ckpt_path=")
+    assert line.startswith("Stopped by SIGTERM at step 3. Repeat the command with --ckpt_path=")
     again = next(word for word in line.split() if word.startswith("--ckpt_path"))
     resumed = read_command_line(["fit", *options.split(), again])
     assert resumed.root == request.root
     assert resumed.checkpoint == request.root / "checkpoints" / "last.ckpt"
-    assert line.endswith(f" goes on from {resumed.checkpoint}.")
+    assert line.endswith(f" to resume from {resumed.checkpoint}.")
     assert "2 steps since step 1 are lost" in resume_line(request, 3, signal.SIGINT, False)
 
 

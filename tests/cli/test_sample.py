@@ -87,20 +87,20 @@ def test_a_call_that_is_stopped_keeps_its_images_and_goes_on(averaged, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(DiffusionModule, "generate", stopped)
         assert call(f"{command} --out out") == 128 + number
-    assert "Stopped with 4 of 7 images in out; the same command goes on." in capsys.readouterr().err
+    assert "Stopped with 4 of 7 images in out. Repeat the command to continue." in capsys.readouterr().err
     assert torch.equal(pngs("out"), pngs("whole")[:4])
     content = record("out")
     assert (content["num"], content["of"], content["seeds"]) == (4, 7, [0, 4])
 
     for other in ("--seed 1", "--weights raw"):
         assert call(f"{command} --out out {other}") == 2
-        assert "holds 4 of 7 images of another call" in capsys.readouterr().err
+        assert "has 4 of 7 images of another command" in capsys.readouterr().err
     assert record("out") == content
     assert call(f"{command} --out out") == 0
     for file in Path("whole").iterdir():
         assert (Path("out") / file.name).read_bytes() == file.read_bytes()
     assert call(f"{command} --out out") == 2
-    assert "--out out already holds images" in capsys.readouterr().err
+    assert "--out out already has images" in capsys.readouterr().err
 
 
 @pytest.mark.quick
@@ -143,7 +143,7 @@ def test_classes_are_named_as_the_folders_of_their_training_images_are(averaged,
         ("--labels 3,x", "--labels must be in 0..9 or -1, got 'x'."),
         ("--weights ema_0.5", "no weights 'ema_0.5'; it has raw, ema_0.9."),
         ("--device banana", "--device banana cannot be used here"),
-        ("--classifier run", "--classifier run is a DiffusionModule."),
+        ("--classifier run", "--classifier run must be a NoisyClassifier, got a DiffusionModule."),
         ("--out run/checkpoints/last.ckpt", "--out run/checkpoints/last.ckpt is a file"),
         ("--compare nonsense", "--compare must be solvers, or some of DDIM,DDPM,"),
         ("--compare solvers --solver.steps 1 --init m.png", "leave out --init, --solver.steps."),

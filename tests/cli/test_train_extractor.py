@@ -75,7 +75,7 @@ def test_a_run_is_scored_by_the_network_of_its_user_and_takes_it_along(capsys):
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        ("model: {}", "", "names no data"),
+        ("model: {}", "", "must name data with splits"),
         (CONFIG, "--out photos.yaml", "ends in .safetensors"),
         (CONFIG, "--out there.safetensors", "there already"),
         (CONFIG, "--data=pipe", "pipe is no regular file"),

@@ -187,7 +187,7 @@ def test_torchrun_in_a_job_is_told_of_the_end_by_the_batch_script(tmp_path, monk
     step = end("runs/digits")["global_step"]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert batch(f"--trainer.max_steps={step + 1}").wait(120) == 0
-    assert "SLURM job 7 was requeued, and goes on from" in output()
+    assert "SLURM job 7 was requeued, and resumes from" in output()
     assert end("runs/digits")["global_step"] == step + 1
 
 
@@ -208,7 +208,7 @@ def test_a_preempted_job_is_requeued_and_ends_as_if_it_never_was(slurm, undistur
     assert slurm.wait_for_end(urgent)["JobState"] == "COMPLETED"
     description = slurm.wait_for_end(job)
     assert (description["JobState"], description["Restarts"]) == ("COMPLETED", "1"), output()
-    resumed = f"SLURM job {job} was requeued, and goes on from runs/digits/checkpoints/last.ckpt."
+    resumed = f"SLURM job {job} was requeued, and resumes from runs/digits/checkpoints/last.ckpt."
     assert resumed in output()
     assert_same_end("runs/digits", undisturbed)
 

@@ -50,8 +50,8 @@ def test_a_fit_that_a_signal_stops_ends_with_its_code_and_says_how_to_go_on(numb
     assert "Traceback" not in stderr
     step = checkpoint("runs/digits")["global_step"]
     assert f"Saved {LAST} at step {step}, on {number.name}." in stderr
-    assert f"Stopped by {number.name} at step {step}. The same" in stderr
-    assert stderr.strip().endswith(f"The same command with --ckpt_path=last goes on from {LAST}.")
+    assert f"Stopped by {number.name} at step {step}. Repeat" in stderr
+    assert stderr.strip().endswith(f"Repeat the command with --ckpt_path=last to resume from {LAST}.")
     step += 1
     assert call(f"fit --config digits.yaml --ckpt_path=last --trainer.max_steps={step}") == 0
     assert checkpoint("runs/digits")["global_step"] == step
@@ -170,4 +170,4 @@ def test_a_second_ctrl_c_ends_a_slow_step_at_once_and_says_what_is_lost():
     process.send_signal(signal.SIGINT)
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 130, stderr
-    assert "Stopped by SIGINT at step 25. The 4 steps since step 21 are lost. The same" in stderr
+    assert "Stopped by SIGINT at step 25. The 4 steps since step 21 are lost. Repeat" in stderr

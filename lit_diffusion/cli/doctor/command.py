@@ -1,4 +1,4 @@
-"""`lit-diffusion doctor`: find the problems of a run before it starts."""
+"""`lit-diffusion doctor`: check a config for problems before a run."""
 
 import logging
 import os
@@ -10,18 +10,19 @@ from itertools import takewhile
 from lit_diffusion.cli.options import Parser, import_heavy
 from lit_diffusion.cli.terminal import GREEN, RED, YELLOW, paint
 
-_DESCRIPTION = """Report what would go wrong with a long run, before it is started.
+_DESCRIPTION = """Check a config for problems before a long run.
 
     lit-diffusion doctor configs/digits.yaml --trainer.max_steps=1000
 
-Takes configs and options of fit. The first steps and samples of the run are timed. Nothing is
-downloaded, nor written into the run folder.
+The configs and options are those of fit. A few steps and samples of the run are timed. Nothing is
+downloaded, and nothing is written into the run folder.
 
-Each line is a problem (exit code 2), a warning, a note, or OK."""
+Each line of the report is a problem, a warning, a note, or OK. The exit code is 2 if there is a
+problem."""
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command, where `argv` is "doctor", then configs and options of fit.
+    """Run the command: "doctor", then configs and options of fit.
 
     Raises:
         SystemExit: with code 2 if there is a problem.
