@@ -161,7 +161,7 @@ def test_shards_hold_the_moments_of_the_crops_that_training_on_images_sees(sourc
     torch.testing.assert_close(mirrored, expected, rtol=1e-3, atol=1e-3)
     data = Latents(str(whole), val=2)
     data.check()
-    with pytest.raises(TypeError, match="latents, and images are compared with images"):
+    with pytest.raises(TypeError, match="latents, but images must be compared with images"):
         list(open_split(data, "val").batches(2))
     assert (data.image_shape, data.class_names) == ((3, 16, 16), ("a", "b"))
     assert data.vae_sha256 == codec.sha256
