@@ -116,7 +116,7 @@ def apply(callbacks, *options):
         ("EMA=3", r"EMA: set an argument by .*EMA.ARGUMENT=VALUE, or remove .* by .*EMA=null"),
         ("FIDEvaluation.extractor.a=2", "extractor must have arguments, got 'x'"),
         ("EMA.decays=[0.9", "the value must be YAML, got "),
-        (f"EMA.decays={'9' * 5000}", "^--trainer.callbacks.EMA.decays: the value must be YAML, got 9+"),
+        (f"EMA.decays={'9' * 5000}", "^--trainer.callbacks.EMA.decays: .* be YAML, got 9+"),
     ],
 )
 def test_mistakes_name_the_option_and_the_fix(option, message):

@@ -87,7 +87,8 @@ def test_a_call_that_is_stopped_keeps_its_images_and_goes_on(averaged, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(DiffusionModule, "generate", stopped)
         assert call(f"{command} --out out") == 128 + number
-    assert "Stopped with 4 of 7 images in out. Repeat the command to continue." in capsys.readouterr().err
+    stderr = capsys.readouterr().err
+    assert "Stopped with 4 of 7 images in out. Repeat the command to continue." in stderr
     assert torch.equal(pngs("out"), pngs("whole")[:4])
     content = record("out")
     assert (content["num"], content["of"], content["seeds"]) == (4, 7, [0, 4])

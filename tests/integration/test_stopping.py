@@ -51,7 +51,7 @@ def test_a_fit_that_a_signal_stops_ends_with_its_code_and_says_how_to_go_on(numb
     step = checkpoint("runs/digits")["global_step"]
     assert f"Saved {LAST} at step {step}, on {number.name}." in stderr
     assert f"Stopped by {number.name} at step {step}. Repeat" in stderr
-    assert stderr.strip().endswith(f"Repeat the command with --ckpt_path=last to resume from {LAST}.")
+    assert stderr.strip().endswith(f" with --ckpt_path=last to resume from {LAST}.")
     step += 1
     assert call(f"fit --config digits.yaml --ckpt_path=last --trainer.max_steps={step}") == 0
     assert checkpoint("runs/digits")["global_step"] == step
