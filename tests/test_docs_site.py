@@ -31,7 +31,12 @@ INTERNAL = {
     *("modules.checks", "modules.compiled", "modules.optimizers", "modules.sharding"),
     *("networks.layers", "networks.fused_norm", "networks.fused_norm_triton"),
     *("interchange.diffusers_dit", "interchange.diffusers_folder"),
-    *("interchange.diffusers_unet", "interchange.exported", "interchange.published"),
+    *(
+        "interchange.diffusers_unet",
+        "interchange.exported",
+        "interchange.model_card",
+        "interchange.published",
+    ),
     *("checkpoints.averages", "checkpoints.loading", "checkpoints.reading"),
     "checkpoints.saving",
     *("data.cropped_images", "data.datasets", "data.loaders"),
