@@ -1,9 +1,8 @@
-"""Averages of weights on the disk: in the callback states of checkpoints, and in snapshots.
+"""Read averages of weights from checkpoints and snapshots, and write snapshots.
 
-The state of EMA is {} or {"decays": [float], "steps": {name: int}, "shadows": one {name: Tensor}
-per decay} (callbacks/ema.py). The state of PowerEMA also has "snapshots": {int: str}, the SHA-256
-of each snapshot file by number of updates. Averages of other widths are reconstructed from
-snapshots.
+callbacks/ema.py describes the state of EMA in a checkpoint. The state of PowerEMA also has
+"snapshots": {int: str}, the SHA-256 of each snapshot file by number of updates. Averages of other
+widths are reconstructed from snapshots.
 """
 
 from collections.abc import Mapping
@@ -37,7 +36,11 @@ by an eighth has this distance."""
 
 
 def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
-    """Names of the averages in a checkpoint, such as "ema_0.999". Errors mention its `path`.
+    """List the names of the averages in a checkpoint, such as "ema_0.999".
+
+    Args:
+        checkpoint: content of the file.
+        path: path of the file, for error messages.
 
     Raises:
         ValueError: if the state of an EMA callback is damaged.
@@ -48,7 +51,7 @@ def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
 def select_weights(
     checkpoint: Mapping[str, Any], weights: str, path: Path
 ) -> tuple[str, dict[str, Tensor]]:
-    """Get averages of a checkpoint by name, or reconstruct them from the snapshots of its run.
+    """Select weights of a checkpoint by name, or reconstruct them from the snapshots of its run.
 
     Args:
         checkpoint: content of the file.
@@ -91,11 +94,15 @@ def select_weights(
 def read_power_averages(
     checkpoint: Mapping[str, Any], path: str | Path
 ) -> tuple[int, dict[float, dict[str, Tensor]], dict[int, str]]:
-    """Averages of PowerEMA in a checkpoint. Errors mention its `path`.
+    """Read the averages of PowerEMA in a checkpoint.
+
+    Args:
+        checkpoint: content of the file.
+        path: path of the file, for error messages.
 
     Returns:
-        Number of updates; averages by width, then by parameter name; SHA-256 of the snapshots by
-        number of updates. Without PowerEMA these are 0, {} and {}.
+        The number of updates, the averages by width and then by parameter name, and the SHA-256 of
+        the snapshots by number of updates. If the checkpoint has no PowerEMA: 0, {} and {}.
     """
     step, averages, hashes = 0, dict[float, dict[str, Tensor]](), dict[int, str]()
     for names, state in _named_states(checkpoint, path):
@@ -110,7 +117,7 @@ def read_power_averages(
 def _named_states(
     checkpoint: Mapping[str, Any], path: str | Path
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """(names of the averages, state) of each EMA callback that has averages."""
+    """Names of the averages, and state, of each EMA callback that has averages."""
     states = []
     for key, state in checkpoint.get("callbacks", {}).items():
         if prefix := _NAME_PREFIXES.get(key.partition("{")[0]):
@@ -129,7 +136,15 @@ def _named_states(
 
 
 def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
-    """Atomically write the averages after `step` updates. Returns the SHA-256 of the file."""
+    """Atomically write the averages after `step` updates, and return the SHA-256 of the file.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> folder = Path(mkdtemp())
+        >>> sha256 = write_snapshot(folder, 100, {0.05: {"weight": torch.ones(2)}})
+        >>> list(list_snapshots(folder))
+        [100]
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{width:g}/{name}": value.detach().cpu().contiguous()
@@ -143,12 +158,12 @@ def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
 
 
 def list_snapshots(folder: Path) -> dict[int, Path]:
-    """Snapshot files by number of updates, in ascending order."""
+    """List the snapshot files by number of updates, in ascending order."""
     return {int(f.stem[5:]): f for f in sorted(folder.glob("step-" + 9 * "[0-9]" + ".safetensors"))}
 
 
 def delete_snapshots_after(folder: Path, step: int) -> int:
-    """Delete snapshots of more than `step` updates. Returns the number of deleted files."""
+    """Delete snapshots of more than `step` updates, and return the number of deleted files."""
     later = [file for number, file in list_snapshots(folder).items() if number > step]
     for file in later:
         file.unlink()
@@ -179,7 +194,7 @@ def reconstruct_average(
         if hashes.get(number) != sha256(check_regular(file).read_bytes()).hexdigest():
             raise ValueError(
                 f"{file} is not the snapshot that the run of the checkpoint took at step {number}: "
-                "it is damaged, or another run's. Delete it, or bring the right one back."
+                "it is damaged, or of another run. Delete it, or restore the right file."
             )
     sources = [(number, w) for number, file in files.items() for w in _read_widths(file)]
     sources += [(step, w) for w in last]
@@ -187,13 +202,14 @@ def reconstruct_average(
     factors, distance = coefficients(steps, list(map(exponent, widths)), step, exponent(width))
     if distance > MAX_PROFILE_ERROR:
         raise ValueError(
-            f"the width {width:g} at step {step} cannot be told from {len(files)} snapshots in "
-            f"{folder}: the nearest profile is {distance:.0%} off, above {MAX_PROFILE_ERROR:.0%}. "
-            f"Take one nearer to those tracked ({', '.join(map('{:g}'.format, last))}), or train "
-            "with PowerEMA(snapshot_every_n_steps=...) of more snapshots."
+            f"the width {width:g} at step {step} cannot be reconstructed from {len(files)} "
+            f"snapshots in {folder}: the error of the nearest profile is {distance:.0%}, above "
+            f"{MAX_PROFILE_ERROR:.0%}. Choose a width nearer to those of the run "
+            f"({', '.join(map('{:g}'.format, last))}), or train with more snapshots: "
+            "PowerEMA(snapshot_every_n_steps=...)."
         )
     reference = next(iter(last.values()))
-    # Sum in float64, as factors may be large and of both signs.
+    # Sum in float64, because factors may be large and of both signs.
     total = {
         name: torch.zeros(value.shape, dtype=torch.promote_types(value.dtype, torch.float64))
         for name, value in reference.items()
@@ -204,7 +220,7 @@ def reconstruct_average(
             raise ValueError(
                 f"{files.get(number, 'the checkpoint')} holds averages of width {w:g} of "
                 f"other weights than the checkpoint of width {next(iter(last)):g}; delete the "
-                "snapshots of before the change."
+                "snapshots from before this change."
             )
         for name, value in average.items():
             total[name] += factor * value.to(total[name])

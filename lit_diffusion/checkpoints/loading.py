@@ -1,4 +1,4 @@
-"""Loading modules with the weights of a checkpoint."""
+"""Load modules with the weights of a checkpoint."""
 
 import os
 import re
@@ -35,12 +35,20 @@ from lit_diffusion.pretrained import find_model
 
 
 class LoadedModule(NamedTuple):
-    """A module in eval mode, and the checkpoint that it was loaded from."""
+    """A module in eval mode, and the checkpoint from which it was loaded.
+
+    Attributes:
+        module: the module.
+        path: path of the checkpoint.
+        step: optimizer steps of the checkpoint.
+        weights: name of the loaded weights: "raw", "ema_<decay>" or "power_<width>".
+        checkpoint: content of the file.
+    """
 
     module: LightningModule
     path: Path
-    step: int  # optimizer steps of the checkpoint
-    weights: str  # name of the loaded weights: "raw", "ema_<decay>" or "power_<width>"
+    step: int
+    weights: str
     checkpoint: Checkpoint
 
 
@@ -54,25 +62,26 @@ def load(
     """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: checkpoint file; run folder, whose checkpoints/last.ckpt is loaded; folder that
-            `convert export` wrote; or name of a model that ships with the package, "digits" or
-            "mnist". If a file or folder of that name exists, it is loaded instead.
+        path: one of four sources: a checkpoint file; a run folder, of which checkpoints/last.ckpt
+            is loaded; a folder that `convert export` has written; or the name of a model in the
+            package, "digits" or "mnist". A file or folder with this name takes precedence.
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
-            specific one, or "power_<width>" for an average of PowerEMA, which may be reconstructed
-            from snapshots. An exported folder has one set of weights.
-        module: module to load the weights into, which keeps its own if they do not fit. None builds
-            it from the class paths in the file, which modules built without YAML do not have.
-        trust: packages that those class paths may name, besides `config.trust.TRUSTED`; and
-            folders, each written with a "/", that its codec may read if no config in its run folder
-            names them.
+            specific average, or "power_<width>" for an average of PowerEMA, which may be
+            reconstructed from snapshots. An exported folder has one set of weights.
+        module: module into which the weights are loaded. If they do not fit, it is unchanged. With
+            None, the module is built from the class paths in the file. Files of modules that were
+            built in Python have no class paths.
+        trust: packages that these class paths may name, in addition to `config.trust.TRUSTED`. Also
+            folders that the module's codec may read if no config in the run folder names them. A
+            folder must contain a "/".
 
     Returns:
         The module; a DiffusionModule is ready for `generate`.
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: if the file is damaged, holds code, is of another architecture, or lacks the
-            weights.
+        ValueError: if the file is damaged, contains code, is of another architecture, or does not
+            have the weights.
 
     Example:
         >>> images = load("digits").generate(range(4))  # seed s gives class s % 10
@@ -90,7 +99,13 @@ def load_module(
     module: LightningModule | None = None,
     trust: Iterable[str] = (),
 ) -> LoadedModule:
-    """Load a module together with its checkpoint. The arguments are those of `load`."""
+    """Load a module together with its checkpoint. The arguments are those of `load`.
+
+    Example:
+        >>> loaded = load_module("runs/digits", weights="raw")  # doctest: +SKIP
+        >>> loaded.step  # doctest: +SKIP
+        2000
+    """
     name = str(path)
     path = checkpoint_file(path)
     if find_model(name) and not path.exists():
@@ -111,7 +126,7 @@ def load_module(
     step = int(checkpoint.get("global_step", 0))
     if not exported:
         name, averages = select_weights(checkpoint, weights, path)
-    # A shared parameter has several names in a state_dict, but one average, under its first name.
+    # A shared parameter has several names in a state_dict, but one average, by its first name.
     parameters = module.state_dict(keep_vars=True)
     by_identity = {id(parameters[n]): value for n, value in averages.items() if n in parameters}
     shared = {n: by_identity[id(p)] for n, p in parameters.items() if id(p) in by_identity}
@@ -150,8 +165,12 @@ def checkpoint_file(path: str | Path) -> Path:
     """Find the file or folder from which to load.
 
     Returns:
-        checkpoints/last.ckpt of a run folder; the folder of a model in the package, if `path` is
-        its name and nothing exists at `path`; else `path` itself.
+        checkpoints/last.ckpt of a run folder. The folder of a model in the package, if `path` is
+        its name and nothing exists at `path`. Otherwise `path` itself.
+
+    Example:
+        >>> str(checkpoint_file("epoch-3.ckpt"))
+        'epoch-3.ckpt'
     """
     folder = find_model(path)
     path = Path(path)
@@ -173,8 +192,8 @@ def build_module(
     spec = model_spec(checkpoint)
     if spec is None:
         raise ValueError(
-            f"{path} does not say how its module was built, as it was made in Python; "
-            "build it and call load(path, module=...)."
+            f"{path} does not say how its module was built, because it was built in Python; build "
+            "the module and call load(path, module=...)."
         )
     check = partial(check_codec_folder, checkpoint=Path(path), trust=trust)
     module: LightningModule = instantiate([spec], LightningModule, trust, path, check=check)
@@ -194,17 +213,23 @@ def instantiate(
     """Build the object that class paths and arguments in files describe.
 
     Args:
-        specs: "class_path" and "init_args", or only the name of a class; each overrides parts of
-            those before it.
-        base: class that the object must be an instance of.
-        trust: packages that class paths may name, besides `config.trust.TRUSTED`.
+        specs: dictionaries with "class_path" and "init_args", or names of classes. Each overrides
+            parts of those before it.
+        base: class of which the object must be an instance.
+        trust: packages that class paths may name, in addition to `config.trust.TRUSTED`.
         path: path of the file, for error messages.
         options: overrides of the specs, such as --data.init_args.NAME=VALUE.
         key: name of the object in the options and in error messages.
-        check: called with the parsed spec before anything is built.
+        check: function that is called with the parsed spec before anything is built.
 
     Raises:
         ValueError: if the spec is invalid, or `check` or the class raises an error.
+
+    Example:
+        >>> from lit_diffusion.protocols import Process
+        >>> spec = {"class_path": "lit_diffusion.processes.VE", "init_args": {"sigma_max": 50.0}}
+        >>> instantiate([spec], Process, trust=(), path="network.json")
+        VE(sigma_min=0.02, sigma_max=50.0)
     """
     parser = ArgumentParser(exit_on_error=False)
     with allow_class_paths(trust):
@@ -231,12 +256,13 @@ def check_codec_folder(
 ) -> None:
     """Raise ValueError if a model would read a codec's folder that only its checkpoint names.
 
-    A folder in the checkpoint's run folder is allowed, and one that a config there names.
+    A folder inside the checkpoint's run folder is allowed, and so is a folder that a config there
+    names.
 
     Args:
         model: parsed class path and arguments. A part of the model may have a codec, too.
         checkpoint: path of the file.
-        trust: folders that may be read, with a "/"; names without one are packages.
+        trust: folders that may be read. Entries without a "/" are packages and are ignored.
         settings: the user's own settings of the model, whose folders may be read.
     """
     trusted = [{"folder": name} for name in trust if "/" in name]
@@ -249,8 +275,8 @@ def check_codec_folder(
     if unnamed:
         folder = shlex.quote(min(unnamed))
         raise ValueError(
-            f"the checkpoint names the folder {folder} of its codec, which no config of its run "
-            f"names; to read it nevertheless, add --trust {folder}."
+            f"the checkpoint names the folder {folder} of its codec, but no config of its run "
+            f"does; if you trust the file, add --trust {folder}."
         )
 
 
@@ -272,6 +298,10 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
     """Get "class_path" and "init_args" of the module in a checkpoint; None if it has none.
 
     The key "datamodule_hyper_parameters" selects the data module instead.
+
+    Example:
+        >>> model_spec({"state_dict": {}}) is None
+        True
     """
     init_args = dict(checkpoint.get(key) or {})
     class_path = init_args.pop("_class_path", None)
@@ -280,7 +310,7 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
 
 
 def read_class_names(checkpoint: Checkpoint) -> list[str]:
-    """Class names of the labels 0, 1, ... that a model was trained on; empty if unknown."""
+    """Read the names of the classes on which a model was trained, by label; [] if unknown."""
     spec = model_spec(checkpoint, "datamodule_hyper_parameters") or {"class_path": ""}
     state = checkpoint.get(spec["class_path"].rpartition(".")[2], checkpoint)
     names = state.get("class_names") if isinstance(state, dict) else None
@@ -288,15 +318,22 @@ def read_class_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Load the weights `state`, read from `path`, into `module`.
+    """Load the weights `state`, which were read from `path`, into a module.
 
     Raises:
-        ValueError: if they do not fit; the module keeps its own. The message names the first three
-            differences.
+        ValueError: if the weights do not fit. The module is then unchanged, and the message names
+            the first three differences.
+
+    Example:
+        >>> from torch import nn
+        >>> module = nn.Linear(2, 1)
+        >>> load_state(module, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, "a.ckpt")
+        >>> module.weight.tolist()
+        [[1.0, 1.0]]
     """
     refuse_other_dtypes(module, state, path)
     try:
-        with _WithoutCopying():  # torch raises only after it has copied what fits
+        with _WithoutCopying():  # torch raises only after it has copied the weights that fit
             module.load_state_dict(state)
         module.load_state_dict(state)
     except RuntimeError as error:

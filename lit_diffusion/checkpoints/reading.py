@@ -1,10 +1,10 @@
 """Read and validate checkpoints without running any code in them.
 
-A checkpoint holds only tensors and plain builtins, so `torch.load(weights_only=True)` can read it.
+A checkpoint has only tensors and plain builtins, so `torch.load(weights_only=True)` can read it.
 `state_dict` has the raw weights, the state of the EMA callback has the averages, and
 `hyper_parameters` has the class paths and arguments of the module. `torch.load` runs no code, but
-it ignores the checksums written by `torch.save`, and accepts any size and any structure. So these
-are checked here.
+it ignores the checksums that `torch.save` has written, and accepts any size and any structure. This
+file checks them.
 """
 
 import pickle
@@ -43,16 +43,25 @@ def read_checkpoint(
 
     Args:
         path: path of the file, or of a folder to which ranks have written their parts.
-        shapes_only: whether the data of tensors are not needed: those of a file are memory-mapped,
-            if its format allows it, and those of a folder are zeros that take no memory.
-        parameters: for a folder, tensors by name: weights, averages and optimizer state of these
-            names are read split as they are. The call is then collective. None reads them whole.
+        shapes_only: whether only the shapes of tensors are needed. If so, tensors of a file are
+            memory-mapped if its format allows it, and tensors of a folder are zeros that take no
+            memory.
+        parameters: split tensors by name, for a folder. Weights, averages and optimizer state with
+            these names are read with the same split, and the call is collective. None reads whole
+            tensors.
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: if the file is truncated, is not a checkpoint, holds pickled code or only the
-            part of one rank, or if `path` is another folder, or one that a save replaces while it
-            is read. The message has the path and the reason.
+        ValueError: if the file is truncated, is not a checkpoint, or contains pickled code or only
+            the part of one rank. Also if `path` is another folder, or if a save replaces it while
+            it is read. The message has the path and the reason.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> path = Path(mkdtemp()) / "tiny.ckpt"
+        >>> torch.save({"state_dict": {"weight": torch.ones(2)}, "global_step": 5}, path)
+        >>> read_checkpoint(path)["global_step"]
+        5
     """
     path = Path(path)
     is_folder = is_checkpoint_folder(path)
@@ -80,7 +89,7 @@ def read_checkpoint(
             checkpoint = sharded.fill(checkpoint, path, shapes_only, parameters)
     if is_folder and not is_ours:
         raise ValueError(
-            f"{path} is a folder that `lit-diffusion fit` has not written; make a file of it with "
+            f"{path} is a folder that `lit-diffusion fit` has not written; convert it to a file by "
             f"python -m lightning.fabric.utilities.consolidate_checkpoint {path}, or train with "
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
@@ -90,8 +99,8 @@ def read_checkpoint(
         raise ValueError(f"{path} is not a training checkpoint: {error}.") from None
     if split_tensor:
         raise ValueError(
-            f"{path} holds one rank's part of a tensor ({split_tensor}) and not the whole, so "
-            "nothing can be read from it; save on all ranks with write_checkpoint, or with "
+            f"{path} holds one rank's part of a tensor ({split_tensor}) and not the whole, so it "
+            "cannot be used; save on all ranks with write_checkpoint, or with "
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
     return rename_checkpoint(checkpoint)
@@ -122,7 +131,7 @@ def _explain_read_errors(path: Path) -> Iterator[None]:
 
 
 def read_step(path: str | Path) -> int:
-    """Optimizer steps of a checkpoint, without reading its tensors; -1 if unknown."""
+    """Read the number of optimizer steps of a checkpoint, without its tensors; -1 if unknown."""
     try:
         file = Path(path) / "meta.pt" if is_checkpoint_folder(Path(path)) else Path(path)
         step = torch.load(check_regular(file), map_location="cpu", weights_only=True, mmap=True)[
@@ -137,7 +146,10 @@ def check_content(checkpoint: Any) -> None:
     """Check that `checkpoint` has a state_dict and that its entries have the expected types.
 
     Raises:
-        ValueError: with the reason, but not the file's name.
+        ValueError: if not. The message has the reason, but not the file's name.
+
+    Example:
+        >>> check_content({"state_dict": {"weight": torch.ones(2)}, "global_step": 5})
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError("it has no 'state_dict'")
@@ -200,7 +212,7 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Check that a run can be resumed from `checkpoint`, which needs more than the weights.
 
     Raises:
-        ValueError: with the entries that are missing.
+        ValueError: if entries are missing. The message names them.
     """
     if missing := [name for name in _RUN_ENTRIES if name not in checkpoint]:
         raise ValueError(
@@ -211,10 +223,10 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
-    """Context that limits the parameters of modules built in it by those in a state_dict.
+    """Context in which a module cannot have far more parameters than a state_dict.
 
-    A file specifies its network, which might need more memory than the machine has. Parameters are
-    counted when they are registered, before they are initialized.
+    A file specifies its network, and a malicious one might need more memory than the machine has.
+    Parameters are counted when they are registered, before they are initialized.
 
     Args:
         state: the state_dict in the file.
@@ -223,7 +235,7 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
         ValueError: when a parameter is registered that exceeds the limit.
     """
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    # The limits are loose, as parametrizations and replaced layers register more than once.
+    # The limits are loose, because parametrizations and replaced layers register more than once.
     max_tensors = 1000 + 4 * len(tensors)
     max_numbers = 10**6 + 4 * sum(value.numel() for value in tensors)
     num_tensors = num_numbers = 0
@@ -246,12 +258,22 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is an int (not a bool) in [0, 2^63)."""
+    """Whether a value is an int (not a bool) in [0, 2^63).
+
+    Example:
+        >>> is_count(3), is_count(-1), is_count(True)
+        (True, False, False)
+    """
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is None, bool, int, float, str, or a dict, list or tuple of these."""
+    """Whether a value is None, bool, int, float, str, or a dict, list or tuple of these.
+
+    Example:
+        >>> is_plain({"lr": 0.1, "betas": (0.9, 0.999)}), is_plain(print)
+        (True, False)
+    """
     if isinstance(value, dict):
         return type(value) is dict and all(is_plain(v) for pair in value.items() for v in pair)
     if isinstance(value, list | tuple):
@@ -269,17 +291,27 @@ def _is_dense_tensor(value: Any) -> bool:
 
 
 def number_kind(tensor: Tensor) -> tuple[bool, bool, bool]:
-    """(is float, is complex, is bool). torch silently casts between these kinds of dtypes."""
+    """Kind of a dtype: (is float, is complex, is bool). torch silently casts between kinds.
+
+    Example:
+        >>> number_kind(torch.ones(1))
+        (True, False, False)
+    """
     return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
 
 
 def strip_compile_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefix that torch.compile adds to names in a state_dict."""
+    """Remove the prefix that torch.compile adds to names in a state_dict.
+
+    Example:
+        >>> strip_compile_prefix({"network._orig_mod.weight": torch.ones(1)})
+        {'network.weight': tensor([1.])}
+    """
     return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
 def explain_unreadable(error: Exception) -> str:
-    """Explain an error of torch.load, whose own message advises to run the code in the file."""
+    """Explain an error of torch.load, because its message advises users to run code in the file."""
     message = str(error)
     if pickled := re.search(r"GLOBAL ([\w.]+)", message):
         return (
@@ -299,5 +331,10 @@ def explain_unreadable(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message without the full stop; its type if the message is empty."""
+    """First line of an error's message without the full stop; its type if the message is empty.
+
+    Example:
+        >>> first_line(ValueError("lr must be > 0."))
+        'lr must be > 0'
+    """
     return str(error).split("\n")[0].rstrip(".") or type(error).__name__

@@ -26,9 +26,9 @@ from lit_diffusion.signals import defer_signals
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoint files atomically, and reads them without running code.
 
-    A save writes a temporary file in the same folder, syncs it to the disk and renames it. So the
-    previous checkpoint survives a full disk or a crash. Files and URLs are always loaded with
-    `weights_only=True`. Remote paths are written by Lightning's default method.
+    A save writes a temporary file in the same folder, syncs it to the disk and renames it.
+    Therefore the previous checkpoint survives a full disk or a crash. Files and URLs are always
+    loaded with `weights_only=True`. Remote paths are written by Lightning's default method.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -64,11 +64,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Atomically write a checkpoint to a local path: see `AtomicCheckpointIO`.
+    """Write a checkpoint to a local path atomically, like `AtomicCheckpointIO`.
 
-    If `fully_shard` has sharded the tensors, all ranks must call this. The first rank writes full
-    tensors; the others do not wait for the file. To load the weights with any number of ranks, call
-    `torch.distributed.checkpoint.state_dict.set_model_state_dict` with `full_state_dict=True`.
+    If `fully_shard` has sharded the tensors, all ranks must call this. The first rank writes whole
+    tensors, and the others do not wait for the file. To load the weights with any number of ranks,
+    call `torch.distributed.checkpoint.state_dict.set_model_state_dict` with `full_state_dict=True`.
+
+    Example:
+        >>> from tempfile import mkdtemp
+        >>> path = Path(mkdtemp()) / "tiny.ckpt"
+        >>> write_checkpoint({"state_dict": {"weight": torch.ones(2)}}, path)
+        >>> torch.load(path, weights_only=True)
+        {'state_dict': {'weight': tensor([1., 1.])}}
     """
     gathered = gather_state(checkpoint)
     if gathered or not checkpoint:
@@ -76,11 +83,16 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 
 def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint without hyperparameters that are not plain builtins, which need pickle."""
+    """Return a checkpoint without hyperparameters that need pickle, such as objects.
+
+    Example:
+        >>> plain_checkpoint({"state_dict": {}, "hyper_parameters": {"network": print}})
+        {'state_dict': {}, 'hyper_parameters': {}}
+    """
     if split_tensor := find_dtensor(checkpoint):
         raise TypeError(
             f"a checkpoint must hold whole tensors, and {split_tensor!r} is one rank's part of "
-            "one; gather it on all ranks (write_checkpoint does), or let the strategy: "
+            "one; save with write_checkpoint on all ranks, which gathers it, or with "
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
     plain = dict(checkpoint)
@@ -101,14 +113,14 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def save_plain(checkpoint: dict[str, Any], path: Path) -> None:
-    """Atomically `torch.save` to a path at which no folder is."""
+    """Write a checkpoint to a path by `torch.save`, atomically. The path must not be a folder."""
     # Write checksums even if torch is configured without them, to detect damaged files.
     with (
         atomic_write(path) as file,
         config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
     ):
         torch.save(checkpoint, file)
-        # Detect content that cannot be loaded at the first save, not at the resume.
+        # Detect content that cannot be loaded now, at the first save, and not when a run resumes.
         file.seek(0)
         if classes := get_unsafe_globals_in_checkpoint(file):
             raise TypeError(
@@ -119,7 +131,7 @@ def save_plain(checkpoint: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Context that raises an OSError that names the checkpoint, and the free space on its disk."""
+    """Context whose OSErrors name the checkpoint and the free space on its disk."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -1,9 +1,9 @@
 """Checkpoints that are folders, to which each rank writes its parts of the split tensors.
 
-The folder's meta.pt is the checkpoint, in which split tensors have no data: they are on the meta
-device. Files of torch.distributed.checkpoint hold their data, under the path of each tensor in the
-checkpoint, such as "state_dict.network.final.weight". `.metadata` lists them. It is a pickle, so it
-is read without running any code in it, and checked.
+The folder's meta.pt is the checkpoint, but its split tensors have no data: they are on the meta
+device. Their data are in files of torch.distributed.checkpoint. The name of a tensor there is its
+path in the checkpoint, such as "state_dict.network.final.weight". `.metadata` lists the tensors.
+This file is a pickle. It is read without running any code in it, and its content is checked.
 """
 
 import errno
@@ -56,14 +56,19 @@ Keys = tuple[Any, ...]
 
 
 class AtomicModelParallelStrategy(ModelParallelStrategy):
-    """ModelParallelStrategy whose folders are written atomically, and read without running code.
+    """ModelParallelStrategy whose checkpoints are written atomically and read without running code.
 
-    `lit-diffusion fit` uses it in place of Lightning's. With `save_distributed_checkpoint=True`
-    each rank writes and reads only its parts of weights, averages and optimizer state. A folder can
-    be loaded with any number of ranks, and by any strategy. The arguments are those of Lightning's.
+    `lit-diffusion fit` uses it in place of Lightning's strategy, and the arguments are the same.
+    With `save_distributed_checkpoint=True` a checkpoint is a folder. Each rank then writes and
+    reads only its parts of weights, averages and optimizer state. A folder can be loaded with any
+    number of ranks, and with any strategy.
 
     Attributes:
         saves_split_tensors: whether callbacks may have split tensors in their state, on all ranks.
+
+    Example:
+        >>> AtomicModelParallelStrategy(save_distributed_checkpoint=True).saves_split_tensors
+        True
     """
 
     def __init__(self, *, save_distributed_checkpoint: bool = True, **kwargs: Any) -> None:
@@ -73,7 +78,7 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a folder, or one file from rank 0. On an error, what was there is intact."""
+        """Write a folder, or one file from rank 0. On an error, an old checkpoint is unchanged."""
         if self.saves_split_tensors:
             write_folder(checkpoint, Path(self.broadcast(filepath)))
         elif self.global_rank == 0:  # Lightning would delete a folder there first
@@ -102,7 +107,7 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
 
 
 def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint to a folder; collective. On an error, what was there is intact.
+    """Write a checkpoint to a folder. Collective. On an error, an old checkpoint is unchanged.
 
     Raises:
         OSError: on all ranks, if one of them cannot write.
@@ -138,7 +143,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def _map_tensors(value: Any, function: Callable[[Keys, Tensor], Tensor], keys: Keys = ()) -> Any:
-    """Nested dicts and lists with each tensor replaced by `function(keys, tensor)`."""
+    """Replace each tensor in nested dicts and lists by `function(keys, tensor)`."""
     if isinstance(value, Tensor):
         return function(keys, value)
     if isinstance(value, Mapping):
@@ -166,12 +171,16 @@ def fill(
     shapes_only: bool = False,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """The checkpoint in the meta.pt of a folder, with the data of split tensors, on the CPU.
+    """Add the data of split tensors to the checkpoint in the meta.pt of a folder, on the CPU.
 
-    The arguments `shapes_only` and `parameters` are those of `read_checkpoint`. With whole tensors
-    it is the checkpoint that a save to one file writes.
+    If tensors are read whole, the result is the checkpoint that a save to one file writes. Errors
+    may have any type if the folder is damaged.
 
-    Raises an error of any type if the folder is damaged.
+    Args:
+        checkpoint: content of meta.pt.
+        folder: the folder.
+        shapes_only: as in `read_checkpoint`.
+        parameters: as in `read_checkpoint`.
     """
     reader = _Reader(folder)
     tensors: dict[str, Tensor] = {}
@@ -203,7 +212,7 @@ def fill(
 
 
 def _number_parameters(state: Any) -> Any:
-    """State of an optimizer by number of each parameter, as torch saves it, instead of its name."""
+    """Optimizer state by the number of each parameter, as torch saves it, instead of by name."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [
@@ -215,7 +224,7 @@ def _number_parameters(state: Any) -> Any:
 
 
 class _Place(NamedTuple):
-    """Where the data of a part are."""
+    """Position of the data of a part: file, offset and length."""
 
     relative_path: str
     offset: int
@@ -238,7 +247,7 @@ class _Reader(FileSystemReader):
         return self.metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """The file that `torch.save` has written of a part; torch.load ignores its checksums."""
+        """Open the file of a part and check its checksums, which torch.load ignores."""
         part = io.BytesIO(super()._slice_file(file, sinfo).read())
         check_archive(part)
         part.seek(0)
@@ -261,7 +270,7 @@ _RECORDS = {
 
 
 class _Record:
-    """Stands for any object of `_RECORDS`: its state in the pickle, and nothing more."""
+    """Placeholder for an object of a class in `_RECORDS`, with its state in the pickle alone."""
 
     def __init__(self, *_: Any) -> None:
         self.state: Any = None
@@ -273,7 +282,8 @@ class _Record:
 class _Unpickler(pickle._Unpickler):
     """Unpickler of a `.metadata` that runs no code that the file could choose.
 
-    It is the one in Python, as that in C allocates as many slots for objects as a file asks for.
+    It is based on Python's unpickler in Python, because the one in C allocates as many slots for
+    objects as a file asks for.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -288,9 +298,9 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _read_metadata(folder: Path) -> Metadata:
-    """Content of `.metadata`, rebuilt from values of the right types.
+    """Read the content of `.metadata`, rebuilt from values of the right types.
 
-    Raises an error of any type if the files in the folder cannot hold the tensors.
+    Errors may have any type if the files in the folder cannot hold the tensors.
     """
     with check_regular(folder / ".metadata").open("rb") as file:
         state = _Unpickler(file).load().state

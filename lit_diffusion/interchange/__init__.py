@@ -1,4 +1,4 @@
-"""Export and import of networks, to and from other libraries."""
+"""Export networks to other libraries, and import networks from them."""
 
 from lit_diffusion.interchange.exported import load_network
 

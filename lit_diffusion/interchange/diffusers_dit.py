@@ -1,7 +1,7 @@
 """Convert arguments and weights of our DiT to diffusers' DiTTransformer2DModel.
 
-One difference cannot be expressed in its config: the frequencies of its timestep embedding are
-10000^(-k / 127), ours are 10000^(-k / 128). The code in `FIX_FREQUENCIES` corrects a loaded
+One difference cannot be expressed in its config. The frequencies of its timestep embedding are
+10000^(-k / 127), and ours are 10000^(-k / 128). The code in `FIX_FREQUENCIES` corrects a loaded
 pipeline.
 """
 
@@ -38,6 +38,12 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: if an argument has no equivalent. The message names it.
+
+    Example:
+        >>> config = to_config({"image_size": 32, "in_channels": 4, "out_channels": 8,
+        ...     "patch_size": 2, "width": 384, "depth": 12, "num_heads": 6, "num_classes": 1000})
+        >>> config["num_layers"], config["attention_head_dim"]
+        (12, 64)
     """
     args = {"patch_size": 2, "width": 384, "depth": 12, "num_heads": 6, "mlp_ratio": 4} | dict(
         arguments
@@ -46,7 +52,7 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if condition is not None or num_classes is None:
         raise ValueError(
             f"condition={condition}, num_classes={num_classes}: diffusers' DiTTransformer2DModel "
-            "has labels, and nothing else; export with --format safetensors."
+            "supports only labels; export with --format safetensors."
         )
     if args["mlp_ratio"] != 4:
         raise ValueError(f"mlp_ratio={args['mlp_ratio']}: diffusers' DiTTransformer2DModel has 4.")
@@ -65,9 +71,10 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert weights of our DiT to diffusers' names, where each block has its own embedding.
+    """Convert the names of our DiT's weights to those of diffusers.
 
-    The position embedding is omitted, as diffusers computes it.
+    In diffusers each block has an embedding of its own. The position embedding is omitted, because
+    diffusers computes it.
     """
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
     converted: dict[str, Tensor] = {}

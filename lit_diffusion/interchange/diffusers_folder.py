@@ -30,20 +30,20 @@ Json = dict[str, Any]
 def write_diffusers(
     folder: str | Path, module: Any, record: Json, state: Mapping[str, Tensor], vae: str | None
 ) -> list[str]:
-    """Write a pipeline: DDPMPipeline with a UNet, DiTPipeline with a DiT.
+    """Write a pipeline: a DDPMPipeline for a UNet, or a DiTPipeline for a DiT.
 
     Args:
-        folder: created if it does not exist.
+        folder: folder to write, which is created if it does not exist.
         module: module whose process, parameterization and solver define the scheduler.
-        record: "network" (class path and arguments) and "image_shape".
-        state: the network's weights.
+        record: dictionary with "network" (class path and arguments) and "image_shape".
+        state: weights of the network.
         vae: folder of an AutoencoderKL to copy. DiTPipeline cannot be loaded without one.
 
     Returns:
         Remarks for the user, as sentences.
 
     Raises:
-        ValueError: if diffusers has no equivalent of something. The message names it.
+        ValueError: if a part of the module has no equivalent in diffusers. The message names it.
     """
     name = record["network"]["class_path"].rpartition(".")[2]
     arguments = _classes_as_number(record["network"]["init_args"])
@@ -94,15 +94,18 @@ def write_diffusers(
 
 @torch.no_grad()
 def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] = (0, 1)) -> str:
-    """Say by which solver a written pipeline samples, and whether it makes the module's images.
+    """Compare the images of a written pipeline with those of the module, for the same seeds.
 
     Both start from the noise of the seeds, with the classes of `generate`, and take as many steps
     as the module's solver. The pipeline has no guidance. Latents are compared before decoding.
 
     Args:
-        folder: folder of `write_diffusers`.
+        folder: folder that `write_diffusers` has written.
         module: the module that was written, in eval mode on the CPU.
         seeds: one integer per image.
+
+    Returns:
+        A sentence with the pipeline's solver and the difference of the images.
     """
     folder = Path(folder)
     index = _read_json(folder / "model_index.json")
@@ -151,18 +154,18 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
 
 
 def scheduler_config(module: Any) -> Json:
-    """Arguments of a diffusers scheduler that is equivalent to a module's process and solver.
+    """Choose arguments of a diffusers scheduler that equals a module's process and solver.
 
     Raises:
-        ValueError: if diffusers has no equivalent of something. The message names it.
+        ValueError: if a part of the module has no equivalent in diffusers. The message names it.
     """
     process, prediction = module.process, _PREDICTIONS.get(type(module.parameterization))
     if not isinstance(process, DiscreteVP):
         raise ValueError(f"diffusers' DDPMScheduler has betas, and {process} has none.")
     if process.rescale_labels and process.num_steps != 1000:
         raise ValueError(
-            f"rescale_labels=True with {process.num_steps} steps: diffusers gives a network whole "
-            "steps; export with --format safetensors."
+            f"rescale_labels=True with {process.num_steps} steps: diffusers passes integer steps "
+            "to a network; export with --format safetensors."
         )
     if prediction is None:
         supported = ", ".join(kind.__name__ for kind in _PREDICTIONS)
@@ -222,11 +225,13 @@ def _list_vae_files(folder: Path, network: str) -> list[Path]:
     """The config and the weight files in the folder of an AutoencoderKL, for a DiT.
 
     Raises:
-        ValueError: if it is the folder of something else, one of these is no regular file, or the
-            network is no DiT.
+        ValueError: if it is the folder of another model, if one of the files is no regular file, or
+            if the network is no DiT.
     """
     if network != "DiT":
-        raise ValueError(f"--vae {folder} is for a DiT, whose pipeline has one, not a {network}.")
+        raise ValueError(
+            f"--vae {folder} is only for a DiT, whose pipeline has one; not {network}."
+        )
     path, weights = folder / "config.json", sorted(folder.glob(f"{_WEIGHTS_STEM}*"))
     is_vae = path.exists() and _read_json(path).get("_class_name") == "AutoencoderKL"
     if not is_vae or not weights:
@@ -238,7 +243,7 @@ def _list_vae_files(folder: Path, network: str) -> list[Path]:
 
 
 def _scaled_config(vae: Path, codec: Any, target: Path) -> tuple[Json, float]:
-    """Config of a VAE with the scale and shift of the codec, if it has them, and that shift.
+    """Config of a VAE with the scale and shift of the codec, if it has them, and the shift.
 
     Raises:
         ValueError: if this would change the config of the VAE itself.
@@ -251,7 +256,7 @@ def _scaled_config(vae: Path, codec: Any, target: Path) -> tuple[Json, float]:
     if is_changed and target.resolve() == vae.resolve():
         raise ValueError(
             f"{vae} would get scale and shift of {codec} in place of its own: export into another "
-            "folder, where a copy gets them."
+            "folder, so that only a copy gets them."
         )
     return config | changes if is_changed else config, float(changes.get("shift_factor", 0.0))
 

@@ -1,9 +1,11 @@
 """Convert arguments and weights between our U-Net and diffusers' UNet2DModel.
 
-The architectures are equal if all attention heads have the same size (head_channels, or num_heads
-with attention at a single width), channel_mult begins with 1, and the condition is labels or
-nothing. UNet2DModel has no embedding for "no class", so an export has a row of zeros after those of
-the classes.
+The architectures are equal under three conditions. All attention heads have the same size
+(head_channels, or num_heads with attention at a single width). channel_mult begins with 1. The
+condition is labels, or there is none.
+
+UNet2DModel has no embedding for "no class". Therefore the embedding of an export has a further row
+of zeros after the rows of the classes.
 """
 
 import inspect
@@ -34,7 +36,7 @@ FIXED: Json = {
 }
 """Arguments of UNet2DModel that are constant for our networks; the values are its defaults."""
 
-# Names of our layers -> names in diffusers: outside of blocks, and within a block.
+# Names of our layers -> names in diffusers, outside blocks and within a block.
 _TOP_LAYERS = {
     "time_embed.0": "time_embedding.linear_1",
     "time_embed.2": "time_embedding.linear_2",
@@ -60,6 +62,11 @@ def to_config(arguments: Mapping[str, Any]) -> Json:
 
     Raises:
         ValueError: if an argument has no equivalent. The message names it.
+
+    Example:
+        >>> config = to_config({"in_channels": 3, "out_channels": 3, "head_channels": 64})
+        >>> config["block_out_channels"], config["attention_head_dim"]
+        ([128, 256, 256, 256], 64)
     """
     args = _with_defaults(arguments)
     if args["condition"] is not None:
@@ -96,7 +103,7 @@ def from_config(config: Mapping[str, Any]) -> Json:
     """
     for name, value in FIXED.items():
         if config.get(name, value) != value:
-            raise ValueError(f"{name}={config[name]}: our UNet is built with {value} alone.")
+            raise ValueError(f"{name}={config[name]}: our UNet supports only {value}.")
     widths, groups = list(config["block_out_channels"]), config.get("norm_num_groups", 32)
     head, num_classes = config.get("attention_head_dim", 8), config.get("num_class_embeds")
     has_attention = [name.startswith("Attn") for name in config["down_block_types"]]
@@ -240,5 +247,5 @@ def _head_channels(args: Json) -> int:
 def _refuse(name: str, value: object, supported: str) -> NoReturn:
     raise ValueError(
         f"{name}={value}: diffusers' UNet2DModel has {supported}; export with --format "
-        "safetensors, or train a network that it has."
+        "safetensors, or train a network that it supports."
     )

@@ -1,7 +1,11 @@
 """Exported networks: folders with network.safetensors, and network.json (class and arguments).
 
+<<<<<<< HEAD
 `load_network` requires only torch and safetensors, and imports nothing that a file names. The
 record also describes the module, so that `lit_diffusion.load` accepts such a folder.
+=======
+Reading such a folder needs only torch and safetensors. Nothing that a file names is imported.
+>>>>>>> 60676564 (Checkpoints and interchange: docstrings in plain English, with examples)
 """
 
 import hashlib
@@ -49,10 +53,18 @@ def write_network(
     """Write weights, and a record with the library version and the SHA-256 of the weights.
 
     Args:
+<<<<<<< HEAD
         folder: created if it does not exist. An existing export in it is replaced.
         state: the network's state_dict.
         record: "network": {"class_path", "init_args"}, and other entries to store.
         dtype: dtype of floating-point weights in the file; None keeps theirs.
+=======
+        folder: folder to write, which is created if it does not exist. An existing export in it is
+            replaced.
+        state: state_dict of the network.
+        record: dictionary with "network": {"class_path": ..., "init_args": ...}, and other entries
+            to store.
+>>>>>>> 60676564 (Checkpoints and interchange: docstrings in plain English, with examples)
 
     Raises:
         ValueError: if `folder` is a file, or a finite weight is too large for `dtype`.
@@ -134,7 +146,12 @@ def create_folder(path: str | Path) -> Path:
 
 
 def is_exported(path: str | Path) -> bool:
-    """Whether a folder holds an exported network."""
+    """Whether a folder has an exported network.
+
+    Example:
+        >>> is_exported("no such folder")
+        False
+    """
     return (Path(path) / RECORD).exists()
 
 
@@ -161,7 +178,7 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         sha256 = hashlib.file_digest(weights, "sha256").hexdigest()
     if sha256 != expected:
         raise ValueError(
-            f"{path} has SHA-256 {sha256}, and {RECORD} says {expected}: the files are of "
+            f"{path} has SHA-256 {sha256}, but {RECORD} says {expected}: the files are of "
             "different exports or damaged; export again."
         )
     return record, read_safetensors(path)
@@ -197,7 +214,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         content = content.get(name, content) if isinstance(content, dict) else content
     is_plain = isinstance(content, dict) and all(isinstance(name, str) for name in content)
     if not (is_plain and all(isinstance(value, Tensor) for value in content.values())):
-        raise ValueError(f"{path} holds no state_dict, of tensors alone by name.")
+        raise ValueError(f"{path} holds no state_dict, which is a dictionary of tensors.")
     return {
         name.removeprefix("module."): value.float() if value.is_floating_point() else value
         for name, value in content.items()
@@ -205,7 +222,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def load_network(folder: str | Path) -> nn.Module:
-    """Load a network that `convert export` or `convert import` wrote, in eval mode.
+    """Load a network that `convert export` or `convert import` has written, in eval mode.
 
     Args:
         folder: folder with network.json and network.safetensors.
@@ -222,7 +239,7 @@ def load_network(folder: str | Path) -> nn.Module:
     network_class = NETWORKS.get(str(spec.get("class_path")))
     if network_class is None:
         raise ValueError(
-            f"{folder} is of class {spec.get('class_path')}, and load_network builds "
+            f"{folder} is of class {spec.get('class_path')}, but load_network builds only "
             f"{', '.join(sorted(NETWORKS))}; build it yourself, and load {WEIGHTS} into it."
         )
     check_state_dict(network_class, spec["init_args"], state, str(folder))
@@ -232,7 +249,15 @@ def load_network(folder: str | Path) -> nn.Module:
 
 
 def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """Build a network from JSON arguments, with `condition` as class_path and init_args."""
+    """Build a network from JSON arguments, with `condition` as class_path and init_args.
+
+    Example:
+        >>> classes = {"class_path": "lit_diffusion.networks.conditions.Classes",
+        ...     "init_args": {"num_classes": 10}}
+        >>> sizes = {"image_size": 8, "in_channels": 1, "out_channels": 1, "depth": 1}
+        >>> type(build_network(DiT, sizes | {"condition": classes})).__name__
+        'DiT'
+    """
     condition = arguments.get("condition")
     if condition is not None:
         condition = CONDITIONS[condition["class_path"]](**condition["init_args"])
@@ -248,7 +273,13 @@ def check_state_dict(
 ) -> None:
     """Raise ValueError unless `state` has the names and shapes of a network with these arguments.
 
-    The network is built on the meta device, which allocates no memory. `source` is for messages.
+    The network is built on the meta device, which allocates no memory.
+
+    Args:
+        network_class: class of the network.
+        arguments: its arguments.
+        state: weights by name.
+        source: name of the file, for messages.
     """
     name = network_class.__name__
     try:

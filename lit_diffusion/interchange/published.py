@@ -1,4 +1,4 @@
-"""Import published checkpoints. The network's arguments are inferred from the weights' shapes.
+"""Import published checkpoints, and infer the network's arguments from the weights' shapes.
 
 Arguments that do not affect shapes must be passed: the number of attention heads, their order, and
 whether the label embedding has a row for "no class". The result is checked against the names and
@@ -42,18 +42,21 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
     """Convert a published checkpoint to our format and write it.
 
     Args:
-        file: published weights; for the kind "diffusers-unet", a folder.
+        file: file of published weights, or a folder for the kind "diffusers-unet".
         kind: "diffusers-unet" or a key of `KINDS`.
         out: folder to write.
         overrides: arguments of the network that cannot be inferred, or that replace inferred ones.
 
     Returns:
-        "class_path" and "init_args" of the network.
+        A dictionary with "class_path" and "init_args" of the network.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is of another kind, weights are not finite numbers, an argument is missing
-            or wrong, or the export would replace the file.
+        ValueError: if the file is of another kind, if weights are not finite numbers, if an
+            argument is missing or wrong, or if the export would replace the file.
+
+    Example:
+        >>> spec = convert("uvit.pth", "uvit", "imported", {"num_heads": 8})  # doctest: +SKIP
     """
     file = Path(file)
     if file.exists() and file.resolve() == (Path(out) / WEIGHTS).resolve():
@@ -77,11 +80,14 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
 
 
 def model_config(spec: Json) -> Json:
-    """Settings of a module with the network of `convert`, for a config that names the rest.
+    """Settings of a module with an imported network, for a config with all other settings.
 
-    All arguments of the network are in them, as a default must not give way to what an earlier
-    config has. The number of classes is there too; so is the shape of the images, unless the
-    network takes any size.
+    The settings have all arguments of the network, because an earlier config must not override a
+    default. They also have the number of classes, and the shape of the images unless the network
+    works for any size.
+
+    Args:
+        spec: the result of `convert`.
     """
     network_class, arguments = NETWORKS[spec["class_path"]], spec["init_args"]
     is_classifier = network_class is EncoderUNet
@@ -103,7 +109,10 @@ def check_weights(state: State, source: str) -> None:
     """Check that weights are dense, real, floating-point and finite, as in every published file.
 
     Raises:
-        ValueError: for other weights. The message has the `source` and the name of the first.
+        ValueError: for other weights. The message has the `source` and the first such weight.
+
+    Example:
+        >>> check_weights({"weight": torch.ones(2)}, "model.pt")
     """
     for name, value in state.items():
         is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_meta)
@@ -115,13 +124,13 @@ def check_weights(state: State, source: str) -> None:
         if bad := int((~value.float().isfinite()).sum()):
             raise ValueError(
                 f"{source}: weights must be finite, and {bad} of {value.numel()} numbers of {name} "
-                "are not; the file is damaged, or the training diverged: take another."
+                "are not; the file is damaged, or the training diverged: use another file."
             )
 
 
 @contextmanager
 def _explained(kind: str, source: str) -> Iterator[None]:
-    """Context that reads names and shapes, where a file of another kind may raise anything."""
+    """Context whose errors, of any type, say that the file is of another kind."""
     try:
         yield
     except Exception as error:
@@ -163,7 +172,7 @@ def infer(
     if len(matches) > 1:
         numbers = " or ".join(str(arguments["num_res_blocks"]) for arguments in matches)
         raise ValueError(
-            f"{source}: its shapes fit num_res_blocks of {numbers}; say which, as "
+            f"{source}: its shapes fit num_res_blocks of {numbers}; choose one by "
             "--network.num_res_blocks=VALUE."
         )
     return network_class, matches[0]
@@ -190,7 +199,9 @@ def _require_arguments(
     for names in required:
         if not set(names) & overrides.keys():
             options = " or ".join(f"--network.{name}=VALUE" for name in names)
-            raise ValueError(f"shapes cannot tell {names[0]}: give {options}. {_HINTS[names[0]]}")
+            raise ValueError(
+                f"{names[0]} cannot be inferred from shapes: pass {options}. {_HINTS[names[0]]}"
+            )
 
 
 def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:

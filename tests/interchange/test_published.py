@@ -127,7 +127,12 @@ def test_the_arguments_of_a_dit_are_found():
 @pytest.mark.parametrize(
     ("tag", "kind", "missing", "message"),
     [
-        ("id_A", "id", "num_heads", "shapes cannot tell num_heads: give --network.num_heads=VALUE"),
+        (
+            "id_A",
+            "id",
+            "num_heads",
+            "num_heads cannot be inferred from shapes: pass --network.num_heads",
+        ),
         ("gd_classifier", "gd", "head_channels", "A classifier has 64"),
         ("uvit_cond", "uvit", "null_class", "the last row is for none"),
         ("uvit_uncond", "gd", "num_heads", "is not of --kind guided-diffusion: it lacks input"),
