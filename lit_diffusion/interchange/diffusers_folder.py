@@ -230,7 +230,7 @@ def _list_vae_files(folder: Path, network: str) -> list[Path]:
     """
     if network != "DiT":
         raise ValueError(
-            f"--vae {folder} is only for a DiT, whose pipeline has one; not {network}."
+            f"--vae {folder} is only for a DiT, whose pipeline has a VAE, not for a {network}."
         )
     path, weights = folder / "config.json", sorted(folder.glob(f"{_WEIGHTS_STEM}*"))
     is_vae = path.exists() and _read_json(path).get("_class_name") == "AutoencoderKL"

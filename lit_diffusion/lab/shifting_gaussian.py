@@ -1,4 +1,4 @@
-"""A noise-level curriculum that the CLTS paper tried and dropped, kept for comparison."""
+"""A curriculum of noise levels that the CLTS paper tried and rejected, for comparison."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter, tot
 
 @dataclass(eq=False)
 class ShiftingGaussian(TimestepWriter):
-    """Sample timesteps from a Gaussian whose mean moves from the noisiest level to the cleanest.
+    """Samples timesteps from a Gaussian whose mean moves from the noisiest level to the cleanest.
 
     The mean moves linearly in `trainer.global_step`. Logs `shifting/mean` and `shifting/tv`, the
     total variation distance of the density from uniform.
@@ -20,7 +20,7 @@ class ShiftingGaussian(TimestepWriter):
         num_steps: optimizer steps until the mean reaches `end`, where it stays.
         start: initial mean, a noise level u in [0, 1].
         end: final mean, in [0, 1].
-        std: standard deviation in units of u. The paper does not give it.
+        std: standard deviation in units of u, which the paper does not give.
         num_bins: number of equal bins over [0, 1].
 
     Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023),

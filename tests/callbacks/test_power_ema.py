@@ -121,9 +121,7 @@ def test_a_run_that_goes_on_from_before_a_snapshot_takes_it_anew(tmp_path):
 
 def test_without_snapshots_other_widths_are_refused(tmp_path):
     file = saved(fit(tmp_path, PlainModule(), PowerEMA(), max_steps=4), tmp_path)
-    with pytest.raises(
-        ValueError, match=r"width 0\.2 at step 4 cannot be reconstructed from 0 snap"
-    ):
+    with pytest.raises(ValueError, match=r"step 4 cannot be reconstructed from 0 snapshots"):
         load(file, "power_0.2", module=PlainModule())
     file = saved(fit(tmp_path, PlainModule(), EMA(), max_steps=4), tmp_path)
     with pytest.raises(ValueError, match=r"no weights 'power_0.07'; it has raw, ema_0.9999"):

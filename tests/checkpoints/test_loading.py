@@ -191,7 +191,7 @@ def test_what_does_not_fit_or_is_not_there_is_refused_by_name(file, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     with pytest.raises(ValueError, match=r"no weights 'ema_0.9'; it has raw, ema_0.5, ema_0.25"):
         load(file, "ema_0.9", module=tiny())
-    with pytest.raises(ValueError, match=r"was made in Python; build it and call load\(path, mod"):
+    with pytest.raises(ValueError, match=r"in Python; build the module and call load\(path, mod"):
         load(file)
     with pytest.raises(FileNotFoundError, match=r"no\.ckpt"):
         load(tmp_path / "no.ckpt")

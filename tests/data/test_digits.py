@@ -46,7 +46,7 @@ def test_two_halves_have_no_training_digit_in_common_and_the_same_held_out():
     assert torch.equal(labels, train.labels[1::2])
     assert all(torch.equal(half.images("val"), whole.images("val")) for half in halves)
     for part in ((2, 2), (-1, 2), (0, 0), None):
-        with pytest.raises(ValueError, match="0 <= k < n, of 1437, got"):
+        with pytest.raises(ValueError, match="0 <= k < n, and k below 1437, got"):
             Digits(part=part).images("train")
 
 

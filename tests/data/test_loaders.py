@@ -113,13 +113,13 @@ def train(folder, batch_size, indices, ckpt_path=None, **options):
     return trainer
 
 
-@pytest.mark.quick("False-sizes0-2-0-None", "True-sizes2-2-600-goes on after 0")
+@pytest.mark.quick("False-sizes0-2-0-None", "True-sizes2-2-600-continues after 0")
 @pytest.mark.parametrize(
     ("sizes", "save", "again", "message"),
     [
         ((300, 150), 2, 0, None),  # of 4 batches
         ((100, 130), 6, 80, "600 images into an epoch, which are no .* of 130 images"),
-        ((300, 700), 2, 600, "goes on after 0"),
+        ((300, 700), 2, 600, "continues after 0"),
         ((100, 300), 14, None, None),
     ],
 )

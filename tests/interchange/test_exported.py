@@ -97,7 +97,7 @@ ODD = r"network\.json is damaged .*other types"
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"network": {"class_path": "this.prints", "init_args": {}}}, "of class this.prints, and"),
+        ({"network": {"class_path": "this.prints", "init_args": {}}}, "of class this.prints, but"),
         ({"network": [1]}, ODD),
         ({"weights": [1]}, ODD),
     ],

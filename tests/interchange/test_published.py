@@ -131,7 +131,7 @@ def test_the_arguments_of_a_dit_are_found():
             "id_A",
             "id",
             "num_heads",
-            "num_heads cannot be inferred from shapes: pass --network.num_heads",
+            "num_heads cannot be inferred from shapes: pass --net",
         ),
         ("gd_classifier", "gd", "head_channels", "A classifier has 64"),
         ("uvit_cond", "uvit", "null_class", "the last row is for none"),

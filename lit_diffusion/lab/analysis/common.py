@@ -1,4 +1,4 @@
-"""Helpers common to the analyses: loading, the output folder, and resumable work.
+"""Helpers that all analyses use: loading, the output folder, and resumable work.
 
 Work is split into pieces, and the arrays of each piece are saved as soon as it is computed. A later
 call computes only the missing pieces. Processes of torchrun or srun share the pieces.
@@ -45,9 +45,9 @@ def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True
 
     Args:
         path: checkpoint file or run folder.
-        options: select the weights and the device.
-        moves: whether the analysis changes the weights. Spectral norms are then made exact, so that
-            they follow.
+        options: options with the weights and the device.
+        moves: whether the analysis changes the weights. If so, spectral norms are made exact,
+            because stored singular vectors would be wrong for changed weights.
     """
     loaded = load_module(path, options.weights, trust=options.trust)
     loaded.module.to(usable_device(options.device))
@@ -60,7 +60,7 @@ def load_training_data(loaded: LoadedModule, options: AnalysisOptions) -> Any:
     """Build the data module of --data or, by default, of the checkpoint's run.
 
     Raises:
-        ValueError: if there is none, or it has no splits.
+        ValueError: if there is no data module, or if it has no splits.
     """
     data = data_of_run(loaded.path, options.data, options.trust)
     if data is None:
@@ -93,7 +93,7 @@ def print_cost_of_losses(losses: Losses, times: int) -> None:
     values = {name: loss().item() for name, loss in losses.items()}
     print_cost(f"{times} times {len(losses)} losses", (time.monotonic() - start) * times)
     if bad := [f"{value} of {name}" for name, value in values.items() if not math.isfinite(value)]:
-        raise ValueError(f"losses must be finite where the analysis begins, got {', '.join(bad)}.")
+        raise ValueError(f"losses must be finite at the initial weights, got {', '.join(bad)}.")
 
 
 def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) -> Path:
@@ -109,7 +109,7 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
     ]
     plan = {"analysis": kind, "of": checkpoints, **options.settings}
     text = json.dumps(plan, indent=1, default=str) + "\n"
-    # Checked before plan.json, which another process may be writing, as a hidden file at first.
+    # Checked before plan.json, which another process may be writing (first as a hidden file).
     holds_something = folder.is_file() or (folder.is_dir() and any(folder.glob("[!.]*")))
     if not path.is_file():
         if holds_something:
@@ -122,14 +122,19 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
     for name, value in json.loads(text).items():
         if old_plan.get(name) != value:
             raise ValueError(
-                f"--out {folder} holds an analysis whose {name} is {old_plan.get(name)}, and this "
-                f"call's is {value}; choose another folder."
+                f"--out {folder} holds an analysis whose {name} is {old_plan.get(name)}, but in "
+                f"this call it is {value}; choose another folder."
             )
     return folder
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Hash of all weights, 12 hex digits, independent of their memory layout."""
+    """Hash all weights, independent of their memory layout; 12 hex digits.
+
+    Example:
+        >>> len(fingerprint(nn.Linear(2, 2)))
+        12
+    """
     digest = hashlib.sha256()
     for name, value in copy_weights(module).items():
         digest.update(name.encode() + value.float().cpu().numpy().tobytes())
@@ -146,7 +151,7 @@ def compute_pieces(
     Args:
         folder: output folder, with a file pieces/NAME.npz per piece.
         names: names of the pieces.
-        compute: maps a name to the arrays of its piece.
+        compute: function that computes the arrays of a piece from its name.
         unit: noun for a piece in progress messages.
 
     Raises:
@@ -172,7 +177,7 @@ def compute_pieces(
         raise
     if not all(file.is_file() for file in files.values()):
         raise UnfinishedAnalysis(
-            f"Other processes are at work for {folder}; the same command, after them, ends it."
+            f"Other processes are still computing for {folder}; run the same command after them."
         )
     arrays: list[Arrays] = []
     for file in files.values():
@@ -184,7 +189,7 @@ def compute_pieces(
 def save_result(path: Path, result: Mapping[str, Any], note: str = "") -> None:
     """Write the arrays of a result to `path`.npz, and everything else to `path`.json.
 
-    A `note` on how it was measured is the entry "note".
+    A `note`, which says how the result was measured, becomes the entry "note".
     """
     arrays = {name: value for name, value in result.items() if isinstance(value, np.ndarray)}
     others = {name: value for name, value in result.items() if name not in arrays}

@@ -39,15 +39,21 @@ class Consistency:
         all_pairs: mean PSNR over all pairs of models, in dB.
         pairs: (M, M) mean PSNR of each pair, in dB.
         shuffled: mean PSNR between images of different models and different seeds, in dB.
-        same_class: like `shuffled`, for different seeds of the same class; None without classes, or
-            if no class has two seeds.
+        same_class: mean PSNR between images of different models and different seeds of the same
+            class, in dB. None if there are no classes, or if no class has two seeds.
         nearest: mean PSNR between images and their nearest training images, in dB. If the models
-            agree no better than this, they may just reproduce training images. None without them.
+            agree no better than this, they may just reproduce training images. None if there are no
+            training images.
         same_nearest: fraction of pairs of images with the same nearest training image.
-        features: 1 - d_same / d_other, with the mean feature distance between images of the same
-            seed and of different seeds (of the same class, if there are classes). It is 1 for equal
-            images and 0 for chance. None without features.
+        features: 1 - d_same / d_other, where d_same is the mean feature distance between images of
+            the same seed, and d_other that of different seeds (of the same class, if there are
+            classes). It is 1 for equal images and 0 for chance. None if there are no features.
         per_seed: (N,) mean PSNR over pairs of models, in dB.
+
+    Example:
+        >>> images = torch.randint(256, (2, 4, 1, 8, 8), dtype=torch.uint8)
+        >>> measure_consistency(images, names=["a", "b"]).pairs.shape
+        (2, 2)
     """
 
     names: list[str]
@@ -74,9 +80,15 @@ def measure_consistency(
     Args:
         images: uint8 (M, N, C, H, W), images of M >= 2 models from the same N >= 2 seeds.
         names: names of the models.
-        nearest_of: maps images uint8 (N, C, H, W) to their nearest training images, of equal shape.
-        features_of: maps images uint8 (N, C, H, W) to features (N, F).
+        nearest_of: function that returns the nearest training images of images uint8
+            (N, C, H, W), in the same shape.
+        features_of: function that returns features (N, F) of images uint8 (N, C, H, W).
         labels: (N,) classes of the seeds.
+
+    Example:
+        >>> images = torch.randint(256, (1, 4, 1, 8, 8), dtype=torch.uint8)
+        >>> measure_consistency(images.repeat(2, 1, 1, 1, 1), names=["a", "b"]).paper
+        100.0
     """
     num_models, num_seeds = images.shape[:2]
     psnrs = {(i, j): psnr(images[i], images[j]) for i in range(num_models) for j in range(i)}
@@ -151,7 +163,7 @@ def compare_images(
     """Run `lit-diffusion analyze consistency`; returns the text to print."""
     num_models = len(checkpoints)
     if min(num_models, num) < 2:
-        raise ValueError(f"two models and two seeds are the least, got {num_models} and {num}.")
+        raise ValueError(f"pass at least two models and two seeds, got {num_models} and {num}.")
     require_at_least(1, batch_size=batch_size)
     loaded = [common.load_analyzed_module(path, options, moves=False) for path in checkpoints]
     protocol = protocol_by_name(extractor or protocol_of_run(checkpoints[0]))
@@ -196,7 +208,7 @@ def compare_images(
 
 
 def _load_training_images(loaded: Sequence[LoadedModule], options: AnalysisOptions) -> Tensor:
-    """uint8 (K, C, H, W): all training images of the models, each data set once."""
+    """All training images of the models, uint8 (K, C, H, W), with each data set once."""
     sets = {}
     for each in loaded:
         settings = repr(read_data_settings(each.path, options.data)[0])
@@ -206,7 +218,10 @@ def _load_training_images(loaded: Sequence[LoadedModule], options: AnalysisOptio
 
 
 def check_same_images(loaded: Sequence[LoadedModule]) -> int | None:
-    """Check that the models are comparable. Returns their number of classes; None if one has none.
+    """Check that the models are comparable.
+
+    Returns:
+        The number of classes; None if a model has none.
 
     Raises:
         ValueError: if image shapes or numbers of classes differ.

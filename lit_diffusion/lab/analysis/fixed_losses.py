@@ -26,7 +26,12 @@ Losses = Mapping[str, Callable[[], Tensor]]
 
 
 def copy_weights(module: nn.Module) -> WeightState:
-    """Copy all floating-point parameters and buffers, including running statistics."""
+    """Copy all floating-point parameters and buffers, including running statistics.
+
+    Example:
+        >>> list(copy_weights(nn.Linear(2, 1)))
+        ['weight', 'bias']
+    """
     return {
         name: value.detach().clone()
         for name, value in module.state_dict().items()
@@ -41,12 +46,18 @@ def evaluate_losses(
     """Evaluate losses of a module at several weights, then restore the original weights.
 
     Args:
-        module: module whose weights the losses depend on.
+        module: module on whose weights the losses depend.
         states: weights by name. Weights that are not in a state are not changed.
         losses: losses by name.
 
     Returns:
-        Values, (number of losses, number of states).
+        (number of losses, number of states).
+
+    Example:
+        >>> module = nn.Linear(1, 1, bias=False)
+        >>> losses = {"square": lambda: module.weight.square().sum()}
+        >>> evaluate_losses(module, [{"weight": torch.tensor([[3.0]])}], losses)
+        array([[9.]])
     """
     original = copy_weights(module)
     columns = []
@@ -62,8 +73,8 @@ def evaluate_losses(
 class ExactSpectralNorm(nn.Module):
     """Divides a weight by its largest singular value, and differentiates through that value.
 
-    torch's spectral norm stores the singular vectors of the last power iteration. They are wrong
-    once the weights change, and their contribution to the curvature is lost.
+    torch's spectral norm stores the singular vectors of the last power iteration instead. They are
+    wrong after a change of the weights, and do not contribute to the curvature.
 
     Args:
         dim: dimension of the weight that indexes the rows of the matrix.
@@ -91,8 +102,8 @@ def use_exact_spectral_norm_(module: nn.Module) -> None:
         buffers = {key for key, _ in submodule.named_buffers(recurse=False)}
         if any(f"{key[:-2]}_orig" in parameters for key in buffers if key.endswith("_u")):
             raise ValueError(
-                f"{name} has torch.nn.utils.spectral_norm, which does not follow moved weights; "
-                "build it with torch.nn.utils.parametrizations.spectral_norm."
+                f"{name} has torch.nn.utils.spectral_norm, which is wrong after a change of the "
+                "weights; build it with torch.nn.utils.parametrizations.spectral_norm."
             )
         if isinstance(submodule, ParametrizationList):
             for i, parametrization in enumerate(submodule):
@@ -101,7 +112,7 @@ def use_exact_spectral_norm_(module: nn.Module) -> None:
 
 
 def fixed_batch(module: Any, dataset: Any, num_images: int) -> tuple[Tensor, Any, Tensor]:
-    """Evenly spaced images of a data set, on the module's device.
+    """Read evenly spaced images of a data set, on the module's device.
 
     Returns:
         x0 (B, C, H, W), encoded by the module's codec; labels; and indices (B,) int64 in the data
@@ -114,16 +125,19 @@ def fixed_batch(module: Any, dataset: Any, num_images: int) -> tuple[Tensor, Any
 
 
 def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[float]) -> Losses:
-    """Mean losses over fixed images of a data set. Their indices determine the noise.
+    """Build mean losses over fixed images of a data set, whose indices determine the noise.
 
-    A diffusion model has one loss per level, and "all", where the index of an image determines its
-    level. A GAN has one loss per network.
+    A diffusion model has one loss per level, and a loss "all", in which the index of an image
+    determines its level. A GAN has one loss per network.
 
     Args:
         module: DiffusionModule, GANModule, or another module with the same methods.
         dataset: training set with `fetch`.
-        num_images: number of images, 2 to the size of the set.
-        levels: noise levels in [0, 1], of which 1 is the noisiest.
+        num_images: number of images, from 2 to the size of the set.
+        levels: noise levels in [0, 1], where 1 is the noisiest.
+
+    Returns:
+        Functions without arguments that compute the losses, by name.
 
     Raises:
         ValueError: if a number is out of range, or the module has no such losses.
@@ -159,12 +173,12 @@ def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[fl
 
 
 def describe_losses(module: nn.Module, num_images: int, statistics: str) -> str:
-    """What the losses of `fixed_losses` are, for figures and records.
+    """Describe the losses of `fixed_losses`, for figures and records.
 
     Args:
         module: module of `fixed_losses`.
         num_images: number of training images.
-        statistics: what becomes of the running statistics of batch norms when weights change.
+        statistics: a phrase on the running statistics of batch norms when weights change.
     """
     images = f"mean over {num_images} training images"
     if not hasattr(module, "generator_losses"):
@@ -179,7 +193,7 @@ def describe_losses(module: nn.Module, num_images: int, statistics: str) -> str:
 
 
 def network_of_loss(module: Any, name: str) -> nn.Module | None:
-    """The network that is trained on a loss of `fixed_losses`; None if the whole module is."""
+    """The network that is trained with a loss of `fixed_losses`; None for the whole module."""
     network = getattr(module, name, None)
     return network if isinstance(network, nn.Module) else None
 
@@ -195,14 +209,13 @@ def check_same_losses(first: LoadedModule, *others: LoadedModule) -> None:
         theirs = {name: value.shape for name, value in copy_weights(other.module).items()}
         if wrong := sorted(n for n in shapes | theirs if shapes.get(n) != theirs.get(n)):
             raise ValueError(
-                "only weights of one architecture lie on a line, and these differ in "
+                "both models must have the same architecture, but they differ in "
                 f"{wrong[0]} and {len(wrong) - 1} more."
             )
         arguments = other.checkpoint.get("hyper_parameters", {})
         for name in LOSS_ARGUMENTS:
             if ours.get(name) != arguments.get(name):
                 raise ValueError(
-                    f"only weights of one kind of model lie on a line, and the {name} of "
-                    f"{other.path} is {arguments.get(name)!r:.200}, that of {first.path} "
-                    f"{ours.get(name)!r:.200}."
+                    f"all models must have the same {name}, but in {other.path} it is "
+                    f"{arguments.get(name)!r:.200}, and in {first.path} {ours.get(name)!r:.200}."
                 )

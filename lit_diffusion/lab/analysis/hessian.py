@@ -1,4 +1,4 @@
-"""Spectra of Hessians, estimated from Hessian-vector products.
+"""Estimate spectra of Hessians from Hessian-vector products.
 
 Source: Ghorbani et al. 2019, "An Investigation into Neural Net Optimization via Hessian Eigenvalue
 Density", section 2 (stochastic Lanczos quadrature); Golub & Welsch 1969 for the quadrature.
@@ -38,6 +38,12 @@ class Spectrum:
         num_parameters: P.
         nodes: (V, m) Ritz values of each run, descending; padded with nan if a run ended early.
         weights: (V, m) quadrature weights of the nodes; each row sums to 1.
+
+    Example:
+        >>> matrix = torch.diag(torch.arange(1.0, 6.0))
+        >>> spectrum = estimate_spectrum(lambda v: matrix.to(v) @ v, torch.zeros(5), steps=5)
+        >>> spectrum.top.round(6)
+        array([5., 4., 3., 2., 1.])
     """
 
     num_parameters: int
@@ -69,11 +75,11 @@ class Spectrum:
 
     @property
     def expected_weights(self) -> NDArray[np.float64]:
-        """(V, m) quadrature weights, replaced by 1 / P at outer eigenvalues that all runs agree on.
+        """(V, m) quadrature weights; 1 / P at outer eigenvalues on which all runs agree.
 
-        There, the weight of a single run is the square of one normal variable, so sums over large
-        eigenvalues would be noisy. A mean weight above 4 / P indicates an eigenvalue of
-        multiplicity > 1 and is not replaced.
+        At these eigenvalues, the weight of a single run is the square of one normal variable, so
+        sums over large eigenvalues would be noisy. A mean weight above 4 / P indicates an
+        eigenvalue of multiplicity > 1 and is not replaced.
         """
         magnitudes = np.abs(self.nodes).max(axis=0)
         agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan
@@ -111,7 +117,7 @@ def hessian_product(
 ) -> tuple[MatrixProduct, Tensor]:
     """Build the Hessian-vector product of a loss at the current weights.
 
-    The graph of the gradient stays in memory; it takes about as much as three passes.
+    The graph of the gradient stays in memory. It needs about as much memory as three passes.
 
     Args:
         loss: scalar loss that depends only on the weights.
@@ -122,6 +128,12 @@ def hessian_product(
 
     Raises:
         RuntimeError: if a part of the network has no second derivative.
+
+    Example:
+        >>> weight = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> product, gradient = hessian_product(lambda: (weight**3).sum(), [weight])
+        >>> product(torch.tensor([1.0, 0.0]))
+        tensor([6., 0.])
     """
     weights = [p for p in parameters if p.requires_grad]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others lack second derivatives
@@ -140,11 +152,12 @@ def hessian_product(
 def finite_difference_error(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor], share: float = 1e-4
 ) -> float:
-    """Relative error of the Hessian-vector product against a central difference of gradients.
+    """Compute the relative error of the Hessian-vector product by a difference of gradients.
 
-    The vector is the gradient. The error is small for smooth losses. It is large in two cases: a
-    part of the network has no second derivative, which autograd may silently treat as 0; or
-    gradients jump, as with ReLU, which the Hessian ignores. The weights are restored.
+    The difference is central, and the vector is the gradient. The error is small for smooth losses.
+    It is large in two cases. Either a part of the network has no second derivative, which autograd
+    may silently treat as 0. Or gradients jump, as with ReLU, which the Hessian ignores. The weights
+    are restored.
 
     Args:
         loss: scalar loss that depends only on the weights.
@@ -189,6 +202,12 @@ def lanczos(
 
     Returns:
         Ritz values (m,), ascending, and their quadrature weights (m,).
+
+    Example:
+        >>> matrix = torch.diag(torch.tensor([1.0, 3.0]))
+        >>> nodes, weights = lanczos(lambda v: matrix.to(v) @ v, torch.ones(2), steps=2)
+        >>> nodes.round(6), weights.round(6)
+        (array([1., 3.]), array([0.5, 0.5]))
     """
     steps = min(steps, len(start))
     basis = start.new_empty(steps, len(start), dtype=torch.float64)
@@ -212,13 +231,18 @@ def lanczos(
 def estimate_spectrum(
     product: MatrixProduct, like: Tensor, steps: int = 80, seeds: Sequence[int] = range(4)
 ) -> Spectrum:
-    """Stochastic Lanczos quadrature: one Lanczos run from a random vector per seed.
+    """Estimate a spectrum by stochastic Lanczos quadrature: one Lanczos run per seed.
+
+    Each run starts from a random vector.
 
     Args:
         product: product with the matrix.
         like: (P,) tensor with the dtype and device of the vectors.
         steps: number of products, and of Ritz values, per run.
         seeds: seeds of the random vectors.
+
+    Example:
+        See `Spectrum`.
     """
     nodes, weights = (np.full((len(seeds), steps), np.nan) for _ in range(2))
     for row, seed in enumerate(seeds):
@@ -240,7 +264,7 @@ def draw_spectra(spectra: Mapping[str, Spectrum], path: Path, note: str = "") ->
     at = np.linspace(low - 4 * width, high + 4 * width, 1000)
     densities = {name: each.density(at, width) for name, each in spectra.items()}
     most = max(density.max() for density in densities.values())
-    # nine of ten squared components of a random vector are above 0.01 of their mean
+    # Nine of ten squared components of a random vector are above 0.01 of their mean.
     least = min(0.01 / (each.num_parameters * width) for each in spectra.values())
     for name, density in densities.items():
         top = spectra[name].top[:5]

@@ -1,9 +1,9 @@
-"""Losses on the line between two sets of weights, optionally with aligned hidden features.
+"""Compute losses on the line between two sets of weights, optionally with aligned features.
 
 Two runs may learn the same features in a different order. The line between them then passes through
-mixtures of different features, unless they are aligned by a permutation. Alignment covers the
-hidden layers of residual blocks and MLPs, and all layers of a DCGAN. Features between blocks cannot
-be permuted independently, as skip connections tie them together.
+mixtures of different features, unless the features are aligned by a permutation. Alignment covers
+the hidden layers of residual blocks and MLPs, and all layers of a DCGAN. Features between blocks
+cannot be permuted independently, because skip connections tie them together.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 2; Goodfellow et
 al. 2015, "Qualitatively characterizing neural network optimization problems"; Ainsworth et al.
@@ -41,7 +41,16 @@ from lit_diffusion.signals import print_error
 
 
 def barrier(alphas: NDArray[np.float64], values: NDArray[np.float64]) -> float:
-    """Largest rise of values (K,), at alphas (K,) in [0, 1], above the line between their ends."""
+    """Compute the largest rise of values above the straight line between their ends.
+
+    Args:
+        alphas: (K,) positions in [0, 1].
+        values: (K,) values at these positions.
+
+    Example:
+        >>> barrier(np.array([0.0, 0.5, 1.0]), np.array([1.0, 5.0, 3.0]))
+        3.0
+    """
     line = alphas * values[-1] + (1 - alphas) * values[0]
     return float((values - line).max())
 
@@ -53,7 +62,13 @@ class FeatureAxis:
     Args:
         name: name of the tensor in the state.
         dim: the dimension.
-        copies: number of repetitions of the features along it, such as 2 for scales and shifts.
+        copies: number of repetitions of the features along the dimension, such as 2 for scales and
+            shifts.
+
+    Example:
+        >>> axis = FeatureAxis("weight", dim=0)
+        >>> axis.reorder(torch.tensor([10.0, 20.0]), order=torch.tensor([1, 0]))
+        tensor([20., 10.])
     """
 
     name: str
@@ -77,7 +92,7 @@ class HiddenFeatures:
     Args:
         axes: all dimensions of tensors that are indexed by the features.
         groups: number of groups of a group norm on the features. Features are permuted within
-            groups, and groups are permuted as a whole.
+            groups, and whole groups are permuted.
     """
 
     axes: tuple[FeatureAxis, ...]
@@ -85,7 +100,14 @@ class HiddenFeatures:
 
 
 def find_hidden_features(network: nn.Module) -> list[HiddenFeatures]:
-    """Find the hidden layers of a network whose features can be permuted."""
+    """Find the hidden layers of a network whose features can be permuted.
+
+    Example:
+        >>> from lit_diffusion.networks.dit import DiT
+        >>> features = find_hidden_features(DiT(8, 1, 1, depth=3, width=32, num_heads=2))
+        >>> features[0].groups
+        1
+    """
     features: list[HiddenFeatures] = []
     for name, module in network.named_modules():
         prefix = f"{name}." if name else ""
@@ -140,8 +162,8 @@ def align_features(
         state: weights to permute. The outputs of the network do not change.
         target: weights of the same architecture.
         features: hidden layers, from `find_hidden_features`.
-        rounds: maximal number of passes over all layers, as the order of a layer depends on those
-            of its neighbors.
+        rounds: maximal number of passes over all layers. Several passes are needed because the
+            order of a layer depends on the orders of its neighbors.
     """
     state = dict(state)
     for _ in range(rounds):
@@ -218,7 +240,7 @@ def interpolate_weights(
     if align:
         features = find_hidden_features(at_one.module)
         if not features:
-            raise ValueError("--align knows no hidden features of this network; leave it out.")
+            raise ValueError("--align does not support this network; leave it out.")
         print_error(f"--align puts the features of {len(features)} hidden layers in order.")
         endpoints["aligned"] = align_features(b, a, features)
     losses = common.load_losses(at_one, options, images, levels)

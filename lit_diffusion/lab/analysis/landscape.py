@@ -1,4 +1,4 @@
-"""Losses on planes in weight space: filter-normalized random directions, or a run's trajectory.
+"""Compute losses on planes in weight space, by random directions or through a run's trajectory.
 
 Source: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets", sections 4 and 7.
 """
@@ -33,7 +33,13 @@ Direction = dict[str, Tensor]
 
 
 def random_directions(module: nn.Module, seed: int, num: int = 2) -> list[Direction]:
-    """Draw `num` standard normal directions, with the seeds `seed`, `seed` + 1, ...."""
+    """Draw `num` standard normal directions, with the seeds `seed`, `seed` + 1, and so on.
+
+    Example:
+        >>> first, second = random_directions(nn.Linear(2, 1), seed=0)
+        >>> first["weight"].shape
+        torch.Size([1, 2])
+    """
     directions = []
     for k in range(num):
         generator = torch.Generator().manual_seed(seed + k)
@@ -45,8 +51,15 @@ def random_directions(module: nn.Module, seed: int, num: int = 2) -> list[Direct
 def normalize_filters(direction: Direction, module: nn.Module) -> Direction:
     """Scale each filter of a direction to the norm of the corresponding filter of the weights.
 
-    A filter is the part of a weight that belongs to one output channel: its index in dimension 0,
-    or in dimension 1 for transposed convolutions. Biases and weights of norms get a zero step.
+    A filter is the part of a weight that belongs to one output channel: an index in dimension 0,
+    or in dimension 1 for transposed convolutions. The direction is 0 in biases and in the weights
+    of norms.
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> direction = normalize_filters(random_directions(module, seed=0)[0], module)
+        >>> bool(torch.isclose(direction["weight"].norm(), module.weight.norm()))
+        True
     """
     transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
     weights = dict(module.named_parameters())
@@ -66,7 +79,16 @@ def normalize_filters(direction: Direction, module: nn.Module) -> Direction:
 def project(
     states: Sequence[WeightState], center: WeightState, plane: Sequence[Direction]
 ) -> NDArray[np.float64]:
-    """Least-squares coordinates (len(states), 2) of states in a plane through `center`."""
+    """Compute least-squares coordinates of states in a plane through `center`.
+
+    Returns:
+        (len(states), 2).
+
+    Example:
+        >>> x, y = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 1.0])}
+        >>> project([{"w": torch.tensor([2.0, 3.0])}], {"w": torch.zeros(2)}, [x, y])
+        array([[2., 3.]])
+    """
     names = list(plane[0])
     basis = torch.stack([_flatten(d, names) for d in plane], dim=1)  # (P, 2)
     offsets = torch.stack([_flatten(s, names) - _flatten(center, names) for s in states], dim=1)
@@ -77,7 +99,7 @@ def project(
 def principal_plane(
     states: Sequence[WeightState], center: WeightState, names: Sequence[str]
 ) -> tuple[list[Direction], float]:
-    """First two principal directions of `states` around `center`.
+    """Compute the first two principal directions of `states` around `center`.
 
     Returns:
         The directions, and the fraction of the squared distances that they explain.
@@ -86,6 +108,12 @@ def principal_plane(
         ValueError: unless at least two states differ from the center and from each other.
 
     Source: Li et al. 2018, section 7.2.
+
+    Example:
+        >>> states = [{"w": torch.tensor([2.0, 0, 0])}, {"w": torch.tensor([0, 1.0, 0])}]
+        >>> plane, explained = principal_plane(states, {"w": torch.zeros(3)}, names=["w"])
+        >>> round(explained, 6)
+        1.0
     """
     offsets = torch.stack([_flatten(s, names) - _flatten(center, names) for s in states])
     _, sizes, vectors = torch.linalg.svd(offsets, full_matrices=False)

@@ -1,6 +1,6 @@
 """Compare arms of an experiment with a baseline by the number of steps to a target FID.
 
-Pure functions from curves to results.
+All functions are pure: they compute results from curves.
 """
 
 import math
@@ -35,8 +35,8 @@ class Result:
 
     Attributes:
         crossings: crossings of the comparison's target, one per seed.
-        at: FID to which the speed-up is measured. It is the target or, if a seed of the arm never
-            reached the target, the lowest FID that every seed of both arms reached.
+        at: FID to which the speed-up is measured. It is the target. If a seed of the arm never
+            reached the target, it is the lowest FID that every seed of both arms reached.
         holm_p: `speedup.p` adjusted for the number of arms; None without a test.
         end_p: adjusted p-value of the test on last FIDs if the verdict is WORSE, otherwise None.
     """
@@ -63,7 +63,7 @@ class Comparison:
         target: FID to reach.
         results: results of the other arms, the fastest first.
         metric: name of the metric, such as FID, pixels or val/loss.
-        num_untested: number of further arms, whose data allowed no comparison.
+        num_untested: number of further arms that could not be compared because of their data.
     """
 
     baseline: Arm
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def num_tests(self) -> int:
-        """Number of arms beside the baseline, for which Holm's method corrects."""
+        """Number of arms without the baseline, for which Holm's method corrects."""
         return len(self.results) + self.num_untested
 
     @property
@@ -89,9 +89,9 @@ class Comparison:
     def falls_short(self, result: Result) -> bool:
         """Whether an arm cannot win, regardless of its speed.
 
-        This is so if a seed missed the target or ended without a finite FID, or if the median seed
-        ends higher than the baseline's. The last case matters if one seed of the baseline failed,
-        which makes the target an easy one.
+        It cannot win if a seed missed the target or ended without a finite FID, or if its median
+        seed ends higher than the baseline's median seed. The last case matters if one seed of the
+        baseline failed, because the target is then easy to reach.
         """
         reached_by_all = result.num_reached == len(result.crossings)
         return not reached_by_all or result.arm.nonfinite_ends > 0 or self.ends_higher(result)
@@ -104,7 +104,7 @@ class Comparison:
 
     @property
     def best(self) -> Result:
-        """The fastest winner; without winners the fastest arm, preferably one not falling short."""
+        """The fastest winner. If none wins, the fastest arm, preferably one that can win."""
         return (self.winners or sorted(self.results, key=self.falls_short))[0]
 
 
@@ -122,8 +122,13 @@ def compare(
     for the default target cover the true ratio in 95% of cases. Intervals for the mean do not, and
     are biased towards 1.
 
-    `num_untested` is the number of arms that are not among `arms` because of their data. They count
-    as tests that show nothing.
+    Args:
+        arms: arms to compare, including the baseline.
+        baseline: name of the baseline.
+        target: FID to reach; None uses the default.
+        metric: name of the metric.
+        num_untested: number of arms that are not among `arms` because of their data. They count as
+            tests that show nothing.
 
     Raises:
         ValueError: if there are fewer than two arms, equal names or an unknown baseline, or if the
@@ -145,8 +150,8 @@ def compare(
     if target is None and math.isinf(base.reached_by_all):
         seeds = [curve.seed for curve in base.curves if math.isinf(curve.best)]
         raise ValueError(
-            f"the baseline {base.name} has no finite FID for seed {', '.join(seeds)}, so no FID "
-            "that all its seeds reached; give a target."
+            f"the baseline {base.name} has no finite FID for seed {', '.join(seeds)}, so there is "
+            "no FID that all its seeds reached; pass a target."
         )
     target = base.reached_by_all if target is None else target
     if not 0 < target < math.inf:
@@ -195,9 +200,10 @@ def _set_verdict(result: Result, holm_p: float | None) -> Result:
 def _test_last_fid(result: Result, base: Arm, target: float, num_arms: int) -> Result:
     """Test the last FID of an arm that missed the target without a significant speed-up.
 
-    If an arm plateaus above the target, its crossings scatter widely and its speed has no clear
-    meaning. The verdict is WORSE if its last log FID is significantly above the baseline's (Welch,
-    Bonferroni for the number of arms). This requires equally long training and finite last FIDs.
+    If an arm stops improving above the target, its crossings scatter widely and its speed has no
+    clear meaning. The verdict is WORSE if its last log FID is significantly above the baseline's
+    (Welch, Bonferroni for the number of arms). This requires equally long training and finite last
+    FIDs.
     """
     arm, verdict = result.arm, result.verdict
     missed = not _any_reached(result.crossings) and _any_reached(base.crossings(target))
@@ -216,7 +222,11 @@ def _test_last_fid(result: Result, base: Arm, target: float, num_arms: int) -> R
 
 
 def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
-    """The arms with images in place of steps; None if unknown, or equally many per step in all."""
+    """Replace the steps of arms by training images.
+
+    Returns:
+        The arms; None if the images are unknown, or if all arms use the same number per step.
+    """
     rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
     if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):
         return None
@@ -227,7 +237,7 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
 
 
 def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
-    """The arms with another distance in place of FID; NaN where an evaluation lacks it.
+    """Replace the FIDs of arms by another metric; NaN where an evaluation lacks it.
 
     Arms are omitted if a seed has no finite value.
     """
@@ -244,7 +254,7 @@ def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
 
 
 def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
-    """The comparison by each of `DISTANCES`, with the default target."""
+    """Repeat a comparison with each of `DISTANCES` in place of FID, with the default target."""
     base = comparison.baseline.name
     arms_by_metric = {name: by_metric(comparison.arms, name) for name in DISTANCES}
     return {
@@ -255,7 +265,7 @@ def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
 
 
 def leads(name: str, comparison: Comparison) -> bool:
-    """Whether an arm wins in a comparison with the baseline alone, which needs no correction."""
+    """Whether an arm wins if it is compared with the baseline alone, without a correction."""
     base, target = comparison.baseline.name, comparison.target
     arms = [arm for arm in comparison.arms if arm.name in (name, base)]
     return len(arms) == 2 and bool(compare(arms, base, target).winners)

@@ -1,7 +1,7 @@
 """FID curves: when a run reaches a target, how steady it is, and how precise an FID is.
 
-An arm, as in a clinical trial, is one way to train: runs whose configs differ only in the seed. The
-curve of a run is its FID by optimizer steps.
+An arm, as in a clinical trial, is one way to train: its runs have configs that differ only in the
+seed. The curve of a run is its FID as a function of optimizer steps.
 """
 
 import csv
@@ -32,12 +32,16 @@ class Bound(Enum):
 
 @dataclass(frozen=True)
 class Crossing:
-    """When a run reached a target.
+    """The step at which a run reached a target.
 
     Attributes:
         step: step of the crossing, or of the evaluation that bounds it.
-        bound: AT_MOST if the first evaluation reached the target, MORE_THAN if none did (censored),
-            UNKNOWN for a mean over both.
+        bound: AT_MOST if the first evaluation reached the target, MORE_THAN if no evaluation did
+            (censored), UNKNOWN for a mean over both kinds.
+
+    Example:
+        >>> print(Crossing(1893), Crossing(4000, Bound.MORE_THAN))
+        1,893 > 4,000
     """
 
     step: float
@@ -50,7 +54,14 @@ class Crossing:
 
 
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
-    """Geometric mean of steps: a bound if some are bounds, unknown if their directions differ."""
+    """Compute the geometric mean of steps: a bound if some steps are bounds.
+
+    The result is unknown if there are bounds in both directions.
+
+    Example:
+        >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
+        > 2,000
+    """
     bounds = {crossing.bound for crossing in crossings} - {Bound.EXACT}
     if len(bounds) > 1:
         return Crossing(math.nan, Bound.UNKNOWN)
@@ -63,14 +74,19 @@ class Curve:
 
     Args:
         seed: name of the run within its arm.
-        steps: (N,) optimizer steps or training images; increasing, >= 0, the last > 0.
-        fids: (N,) > 0; NaN where the samples were not finite.
+        steps: (N,) optimizer steps or training images; increasing, >= 0, and the last > 0.
+        fids: (N,) FIDs > 0; NaN where the samples were not finite.
         images: (N,) training images so far, increasing; None if not recorded.
         repeats: FIDs of the last weights with other samples than `fids[-1]`.
         other_metrics: (N,) other metrics of the samples of each FID, by name; () if not recorded.
 
     Raises:
-        ValueError: If lengths differ, steps are not as above, or an FID is not positive.
+        ValueError: if lengths differ, if steps do not increase or are out of range, or if an FID is
+            not positive.
+
+    Example:
+        >>> Curve("0", steps=(1000, 2000, 3000), fids=(16.0, 4.0, 5.0)).best
+        4.0
     """
 
     seed: str
@@ -115,7 +131,7 @@ class Curve:
         return dict(zip(self.steps, self.fids, strict=True)).get(step)
 
     def crossing(self, target: float) -> Crossing:
-        """The step where the running minimum of the FID first reaches a target > 0.
+        """Compute the step at which the running minimum of the FID first reaches a target > 0.
 
         Log FID is interpolated linearly between evaluations k - 1 and k:
         step = s_{k-1} + (s_k - s_{k-1}) (log m_{k-1} - log target) / (log m_{k-1} - log m_k),
@@ -132,7 +148,7 @@ class Curve:
         if k is None:
             return Crossing(steps[-1], Bound.MORE_THAN)
         if k == 0 or math.isinf(lowest[k - 1]):
-            # Not step 0 (the untrained network), as steps are averaged on a log scale.
+            # Not step 0 (the untrained network), because steps are averaged on a log scale.
             return Crossing(next(step for step in steps[k:] if step > 0), Bound.AT_MOST)
         fraction = math.log(lowest[k - 1] / target) / math.log(lowest[k - 1] / lowest[k])
         return Crossing(steps[k - 1] + fraction * (steps[k] - steps[k - 1]))
@@ -140,7 +156,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ only in their seed: one curve per seed, at least one."""
+    """Runs that differ only in their seed: one curve per seed, at least one.
+
+    Example:
+        >>> curves = [Curve(str(seed), (100, 200), (8.0, 4.0 + seed)) for seed in range(3)]
+        >>> Arm("baseline", tuple(curves)).reached_by_all
+        6.0
+    """
 
     name: str
     curves: tuple[Curve, ...]
@@ -179,11 +201,12 @@ class Arm:
 
 
 def late_spreads(curve: Curve) -> tuple[float, float] | None:
-    """Standard deviations of log FID over the last third of the steps: total, and about a line.
+    """Compute standard deviations of log FID over the last third of the steps.
 
-    The first includes a steady descent. The second is the residual standard deviation of a
-    least-squares line, sqrt(sum of squared residuals / (n - 2)), which is 0 for a linear descent.
-    None for fewer than three finite FIDs.
+    Returns:
+        The total standard deviation, which includes a steady descent, and the residual standard
+        deviation about a least-squares line, sqrt(sum of squared residuals / (n - 2)), which is 0
+        for a linear descent. None if there are fewer than three finite FIDs.
 
     Source: the claim under Fig. 5 of "Why Diffusion Models are Stable and How to Make Them Faster".
     """
@@ -198,17 +221,22 @@ def late_spreads(curve: Curve) -> tuple[float, float] | None:
 
 
 class Spread(NamedTuple):
-    """Standard deviation of log FID (about the relative one of FID), and degrees of freedom."""
+    """Standard deviation of log FID, with its degrees of freedom.
+
+    For small values it is about the relative standard deviation of FID.
+    """
 
     sd: float
     degrees: int
 
 
 def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
-    """Spread of the last FID over sets of samples from the same weights.
+    """Estimate the spread of the last FID over sets of samples from the same weights.
 
-    Variances of log FID are pooled over runs, so differences between runs are not included. None
-    if no run has two finite FIDs of its last weights.
+    Variances of log FID are pooled over runs, so differences between runs are not included.
+
+    Returns:
+        The spread; None if no run has two finite FIDs of its last weights.
     """
     squares, degrees = 0.0, 0
     for curve in curves:
@@ -220,12 +248,15 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
 
 
 def paired_spread(curves: Iterable[Curve]) -> Spread | None:
-    """Spread of the last FID over sets of samples, without the effect of a set common to all runs.
+    """Estimate the spread of the last FID over sets of samples that all runs have in common.
 
-    Let x_rk be log FID of run r on its k-th set of samples. The residuals
-    x_rk - mean_k - mean_r + mean have (runs - 1) (sets - 1) degrees of freedom. If the k-th sets
-    differ between runs, there is no common effect and this estimates `sampling_spread`. Runs with
-    equal numbers of repeats, all finite, are pooled. None without two such runs.
+    An effect of a set on all runs is removed. Let x_rk be log FID of run r on its k-th set of
+    samples. The residuals x_rk - mean_k - mean_r + mean have (runs - 1) (sets - 1) degrees of
+    freedom. If the k-th sets differ between runs, there is no common effect, and the result
+    estimates `sampling_spread`. Runs with equal numbers of repeats, all finite, are pooled.
+
+    Returns:
+        The spread; None if there are no two such runs.
     """
     groups: dict[int, list[list[float]]] = {}
     for curve in curves:
@@ -255,11 +286,16 @@ class Stability:
 def loss_stability(losses: Sequence[float]) -> Stability:
     """Count spikes of a training loss, and detect divergence.
 
-    A spike begins when the loss exceeds twice the median of the up to 20 previous losses outside of
-    spikes, and ends when it falls below that. It counts once, regardless of its length. (A factor
-    of 2 exceeds the scatter of a diffusion loss over 64 images.) The loss diverged if it is not
-    finite at some step, if its last spike does not end, or if the median of the last 20 losses is
-    above the first loss.
+    A spike begins when the loss exceeds twice the median of the previous losses outside spikes, at
+    most 20 of them. It ends when the loss falls below this threshold. It counts once, regardless of
+    its length. A factor of 2 exceeds the scatter of a diffusion loss over 64 images.
+
+    The loss diverged if it is not finite at some step, if its last spike does not end, or if the
+    median of the last 20 losses is above the first loss.
+
+    Example:
+        >>> loss_stability([1.0, 0.9, 0.8, 5.0, 4.0, 0.8, 0.7])
+        Stability(spikes=1, diverged=False)
     """
     if not all(math.isfinite(loss) for loss in losses):
         return Stability(0, True)
@@ -276,11 +312,11 @@ def loss_stability(losses: Sequence[float]) -> Stability:
 
 
 def read_arms(paths: Sequence[str]) -> list[Arm]:
-    """Read arms from CSV files with a row per evaluation, as `compare` writes curves.csv.
+    """Read arms from CSV files with one row per evaluation, such as the curves.csv of `compare`.
 
-    The columns arm, step and fid are required; seed, images, repeat and other metrics are optional.
-    Rows with repeat 1, 2, ... are FIDs of the last step with other samples. An FID that is empty,
-    nan or infinite is read as NaN.
+    The columns arm, step and fid are required. The columns seed, images, repeat and other metrics
+    are optional. Rows with repeat 1, 2, ... are FIDs of the last step with other samples. An FID
+    that is empty, nan or infinite is read as NaN.
 
     Raises:
         OSError: if a file cannot be read.

@@ -35,7 +35,15 @@ _STYLE: Any = {"font.size": 10, "text.parse_math": False}  # names of arms may c
 
 
 class SamplePicture(NamedTuple):
-    """A PNG file with samples of an arm, and their step, training seed and weights (ema, raw)."""
+    """A PNG file with samples of an arm.
+
+    Attributes:
+        arm: name of the arm.
+        step: optimizer step of the samples.
+        png: content of the file.
+        seed: training seed of the run.
+        weights: name of the weights, "ema" or "raw".
+    """
 
     arm: str
     step: int
@@ -53,7 +61,7 @@ def png_bytes(figure: Figure) -> bytes:
 
 
 def speedup_figure(comparison: Comparison) -> Figure:
-    """Forest plot: each arm's speed-up with its interval, against the line at 1."""
+    """Draw a forest plot: the speed-up of each arm with its interval, and a line at 1."""
     results, base = comparison.results, comparison.baseline
     ratios = [1.0, *(result.speedup.ratio for result in results)]
     left, right = min(ratios) / 2, max(ratios) * 2  # clips wide intervals
@@ -84,7 +92,7 @@ def speedup_figure(comparison: Comparison) -> Figure:
 
 
 def curves_figure(comparison: Comparison) -> Figure:
-    """FID over training: a thin line per seed, and a thick one for their geometric mean.
+    """Draw FID over training: a thin line per seed, and a thick line for their geometric mean.
 
     If there are more arms than colors, the slowest arms are grey.
     """
@@ -114,14 +122,14 @@ def curves_figure(comparison: Comparison) -> Figure:
 
 
 def _mean_curve(arm: Arm) -> tuple[list[float], list[float]]:
-    """Steps common to all seeds, and geometric means; NaN (a gap) if one is not finite."""
+    """Steps that all seeds have, and geometric means; NaN (a gap) if one FID is not finite."""
     steps = common_steps([arm])
     logs = [[math.log(curve.at(step) or math.nan) for curve in arm.curves] for step in steps]
     return steps, [math.exp(fmean(values)) for values in logs]
 
 
 def samples_figure(pictures: Sequence[SamplePicture]) -> Figure:
-    """Grid of pictures of samples: one row per arm, one column per step."""
+    """Draw a grid of samples: one row per arm, one column per step."""
     arms = list(dict.fromkeys(picture.arm for picture in pictures))
     steps = list(dict.fromkeys(picture.step for picture in pictures))
     with rc_context(_STYLE):

@@ -35,8 +35,8 @@ OnEnd = Callable[[Job, int, float], None]
 def claim_log(path: Path) -> IO[bytes] | None:
     """Open a log for appending, with an exclusive lock.
 
-    The process that writes the log inherits the lock and holds it until it ends. So no second one
-    can start on the same log, even if the parent process was killed.
+    The process that writes the log inherits the lock and holds it until it ends. Therefore a second
+    process cannot start with the same log, even if the parent process was killed.
 
     Returns:
         The file, or None if another process holds the lock.
@@ -54,23 +54,23 @@ def claim_log(path: Path) -> IO[bytes] | None:
 
 
 def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
-    """Run all jobs, and stop running ones if this process is interrupted or gets a signal.
+    """Run all jobs, and stop running jobs if this process is interrupted or gets a signal.
 
     OMP_NUM_THREADS of each job is its share of the cores, unless the variable is already set.
 
-    SIGUSR1, with which batch systems announce the end of a job, is passed on to the processes, and
-    there is no time limit for them to end. On other signals they get a SIGTERM. Ignored signals
-    (nohup) stay ignored.
+    Batch systems announce the end of a job by SIGUSR1. It is passed on to the processes, which then
+    have no time limit to end. On other signals the processes get a SIGTERM. Ignored signals (nohup)
+    stay ignored.
 
     Args:
-        jobs: the next job is requested whenever there is room for it. None means that no job is
-            ready, and it is requested again soon.
+        jobs: iterator over jobs. The next job is requested whenever there is room for it. None
+            means that no job is ready; the next one is then requested again soon.
         at_once: maximal number of parallel processes, >= 1.
-        on_end: called for each process that has ended or was stopped.
+        on_end: function that is called for each process that has ended or was stopped.
 
     Raises:
         KeyboardInterrupt: if this process was interrupted.
-        InterruptedBySignal: (a KeyboardInterrupt) if this process got a signal.
+        InterruptedBySignal: if this process got a signal. It is a KeyboardInterrupt.
     """
     queue, running = iter(jobs), dict[subprocess.Popen[bytes], tuple[Job, float]]()
 
@@ -119,7 +119,7 @@ def _start(job: Job, at_once: int) -> subprocess.Popen[bytes]:
 
 
 def _stop(processes: Collection[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
-    """Signal all process groups to stop, wait, and kill what remains."""
+    """Signal all process groups to stop, wait, and kill those that remain."""
     is_announced = received == signal.SIGUSR1  # then the batch system sets the time limit
     _signal_all(processes, signal.SIGUSR1 if is_announced else signal.SIGTERM)
     deadline = time.monotonic() + (math.inf if is_announced else PATIENCE)

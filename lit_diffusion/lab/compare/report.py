@@ -58,7 +58,7 @@ class Report:
     """Content of a report.
 
     Attributes:
-        by_images: comparison by training images; None if unknown, or equivalent to steps.
+        by_images: comparison by training images; None if they are unknown, or equivalent to steps.
         others: comparisons by other metrics of the same samples, by name of the metric.
         notes: caveats about the numbers, such as runs that were left out.
         protocol: how the FIDs were measured, by name.
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def result(self) -> str:
-        """The result in one sentence: the best arm, and how much sooner it reaches which FID."""
+        """The result in one sentence: the best arm, its speed-up, and the FID that it reaches."""
         comparison, best = self.comparison, self.comparison.best
         base, name = comparison.baseline.name, best.arm.name
         factor = format_speedup(replace(best.speedup, low=None, high=None))
@@ -114,11 +114,12 @@ def build_report(
     """Compare the arms of run folders or CSV files.
 
     Args:
-        paths: run folders or their parent folders; or CSV files in the format of `read_arms`.
-        baseline: name of the baseline; None means the arm called baseline, otherwise the first.
+        paths: run folders or their parent folders, or CSV files in the format of `read_arms`.
+        baseline: name of the baseline. None means the arm with the name "baseline", else the first
+            arm.
         target: FID to reach; None means the lowest FID that every seed of the baseline reached.
-        metric: such as val/fid_360, or a loss in metrics.csv; None means the FID that most runs
-            have.
+        metric: name of the metric, such as val/fid_360, or a loss in metrics.csv. None means the
+            FID that most runs have.
         only: names of the arms to compare; None means all.
 
     Raises:
@@ -127,7 +128,8 @@ def build_report(
     are_csv = [path.endswith(".csv") for path in paths]
     if any(are_csv) and not all(are_csv):
         raise ValueError(
-            "give either run folders or CSV files: how the FIDs of a CSV were measured is unknown."
+            "pass either run folders or CSV files, not both: it is unknown how the FIDs of a CSV "
+            "were measured."
         )
     if all(are_csv):
         arms = _filter_arms(read_arms(paths), lambda arm: arm.name, only)

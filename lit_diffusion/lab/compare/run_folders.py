@@ -45,14 +45,14 @@ class Run:
 
     Attributes:
         arm: name of its arm.
-        seed: seed from its config, otherwise from its name.
-        config: config of its last start or resume; {} if it has none.
-        first_config: config of its first start.
+        seed: seed in the config, else in the name.
+        config: config of the last start or resume; {} if there is none.
+        first_config: config of the first start.
         rows: rows of metrics.csv.
-        records: evaluations, oldest first.
+        records: evaluations, the oldest first.
         width_records: evaluations at several widths of the average, from `evaluate --ema`.
-        grids: pictures of samples, by step and weights.
-        fault: why its files cannot be read; None if they can.
+        grids: images of samples, by step and weights.
+        fault: reason why the files cannot be read; None if they can.
     """
 
     path: Path
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def max_batches(self) -> int | None:
-        """`max_steps` in batches, which rows of metrics.csv count: a GAN's are fewer than steps."""
+        """`max_steps` in batches, which metrics.csv counts. A GAN has fewer batches than steps."""
         steps = self.max_steps
         n = flatten_config(self.config).get("model.discriminator_steps")
         if steps and isinstance(n, int) and n > 0:  # the generator steps in each n-th batch
@@ -101,9 +101,9 @@ class Run:
         return [name for name in names if is_fid(name)]
 
     def points(self, metric: str) -> list[Record]:
-        """The curve of a metric: one record per step, in order, all with the most common protocol.
+        """List the records of a metric with the most common protocol: one per step, in order.
 
-        FIDs are from evaluations.jsonl, which has their protocol; other metrics are from
+        FIDs are read from evaluations.jsonl, which has their protocol. Other metrics are read from
         metrics.csv. If a step has several records, the last one is used.
         """
         if is_fid(metric):
@@ -126,10 +126,10 @@ class Run:
         return [r for r in repeats if (r["step"], r["metric"], _measurement_key(r)) == key]
 
     def curve(self, metric: str, due: Sequence[int] = ()) -> Curve:
-        """The curve of a metric. It is NaN at steps in `due` after training diverged.
+        """Return the curve of a metric. It is NaN at steps in `due` after training has diverged.
 
         Raises:
-            ValueError: if the numbers are invalid: see `Curve`.
+            ValueError: if the numbers are invalid (see `Curve`).
         """
         points = self.points(metric)
         last, repeats = points[-1], self.repeats(points[-1])
@@ -221,7 +221,7 @@ def collect_runs(folders: Sequence[str]) -> list[Run]:
 
 
 def _run_folders(folder: Path, visited: set[Path]) -> Iterator[Path]:
-    if folder.resolve() in visited:  # by a symbolic link, which may lead to a parent folder
+    if folder.resolve() in visited:  # a symbolic link may lead to a parent folder
         return
     visited.add(folder.resolve())
     if (folder / "evaluations.jsonl").exists() or (folder / "metrics.csv").exists():
@@ -257,7 +257,7 @@ def _measurement_key(record: Record) -> str:
 
 
 def sampling_of(record: Record) -> Record:
-    """How the samples of an FID were generated, and the decay of the averaged weights.
+    """Settings with which the samples of an FID were generated, and the decay of the weights.
 
     Records of earlier versions have no `ema_decay`.
     """
@@ -268,7 +268,12 @@ def sampling_of(record: Record) -> Record:
 def differing_settings(
     one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Settings that differ between two configs, except seeds, paths and others without effect."""
+    """Find settings that differ between two configs, except seeds, paths and others without effect.
+
+    Example:
+        >>> differing_settings({"lr": 0.1, "seed_everything": 0}, {"lr": 0.2, "seed_everything": 1})
+        {'lr': (0.1, 0.2)}
+    """
     first, second = flatten_config(one), flatten_config(other)
     return {
         name: (first.get(name), second.get(name))
@@ -280,9 +285,13 @@ def differing_settings(
 
 
 def flatten_config(config: Any, name: str = "") -> dict[str, Any]:
-    """Settings by dotted name, such as `optimizer`: "Adam" and `optimizer.lr`: 0.1.
+    """List settings by dotted names, such as `optimizer`: "Adam" and `optimizer.lr`: 0.1.
 
-    Objects in a list are named by their class; the second one of a class is `Class#2`.
+    Objects in a list are named by their class. The second object of a class is `Class#2`.
+
+    Example:
+        >>> flatten_config({"optimizer": {"class_path": "torch.Adam", "init_args": {"lr": 0.1}}})
+        {'optimizer': 'Adam', 'optimizer.lr': 0.1}
     """
     if isinstance(config, list) and any(isinstance(item, dict) for item in config):
         counts, items = Counter[str](), config
@@ -312,7 +321,7 @@ def _class_name(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """Comparable runs by arm for one metric, and (run, reason) of the runs that were left out."""
+    """Comparable runs by arm for one metric, and (run, reason) of each run that is left out."""
 
     metric: str
     baseline: str
@@ -334,12 +343,13 @@ def select(
 
     Args:
         runs: runs of an experiment.
-        baseline: name of the baseline; None means the arm called baseline, otherwise the first.
+        baseline: name of the baseline. None means the arm with the name "baseline", else the first
+            arm.
         metric: name of the metric; None means the FID that most runs have.
 
     Raises:
-        ValueError: if fewer than two arms remain, the baseline is not among them, an arm has a seed
-            twice, or configs differ between seeds of an arm.
+        ValueError: if fewer than two arms remain, if the baseline is not among them, if an arm has
+            a seed twice, or if configs differ between seeds of an arm.
     """
     left_out: dict[Run, str] = {}
 
@@ -374,7 +384,7 @@ def select(
 
 
 def most_frequent_metric(runs: Iterable[Run]) -> str:
-    """The FID that most runs have, preferably on validation data.
+    """Find the FID that most runs have, preferably on validation data.
 
     Raises:
         ValueError: if no run has an FID, or several are equally frequent.
@@ -444,9 +454,9 @@ def _list_changes(one: Record, typical: Record) -> str | None:
 def _cut_short_reason(run: Run, members: Iterable[Run], metric: str) -> str | None:
     """Reason if a run was cut short; None otherwise.
 
-    It was cut short if another FID was due by its max_steps or, without these, if other runs of its
-    arm have later FIDs. A run that diverged is not cut short: without it, its arm would look better
-    than it is.
+    A run was cut short if its max_steps promise another FID. If it has no max_steps, it was cut
+    short if other runs of its arm have later FIDs. A run that diverged does not count as cut short,
+    because its arm would look better without it.
     """
     if run.diverged:
         return None
@@ -465,7 +475,7 @@ def _require_equal_settings(arm: str, members: Sequence[Run]) -> None:
         if run.seed == other.seed:
             raise ValueError(
                 f"arm {arm} holds seed {run.seed} twice: {run.path} and {other.path}. They would "
-                "count as two; leave one out, or rename the folder of what is another arm."
+                "count as two runs; leave one out, or rename its folder if it is of another arm."
             )
         if not (run.config and other.config):
             continue
@@ -475,5 +485,5 @@ def _require_equal_settings(arm: str, members: Sequence[Run]) -> None:
             raise ValueError(
                 f"{run.path} and {other.path} are both of arm {arm} and differ in "
                 f"{'; '.join(listed[:_MAX_LISTED])}{more}. Seeds of one arm must be configured "
-                "alike; put them into folders named after arms of their own."
+                "alike; if they are different arms, give their folders different names."
             )

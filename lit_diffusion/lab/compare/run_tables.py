@@ -1,4 +1,4 @@
-"""Parts of a report from run folders besides their curves: settings, samples, and caveats."""
+"""Further parts of a report from run folders: settings, samples, and caveats."""
 
 import json
 import math
@@ -26,7 +26,7 @@ _SAMPLE_COLUMNS = 3
 
 
 def arms_of(selection: Selection) -> list[Arm]:
-    """The arms of the selected runs with their curves, the baseline first."""
+    """List the arms of the selected runs with their curves, the baseline first."""
     names = sorted(selection.arms, key=lambda name: name != selection.baseline)
     metric = selection.metric
     base = [point for run in selection.arms[selection.baseline] for point in run.points(metric)]
@@ -37,7 +37,7 @@ def arms_of(selection: Selection) -> list[Arm]:
 
 
 def protocol_facts(selection: Selection) -> dict[str, str]:
-    """Settings of the FID measurement, by name."""
+    """List the settings of the FID measurement, by name."""
     record = selection.last_record(selection.baseline)
     names = (*PROTOCOL, "ema_decay", "seeds", "reference", "floor", "floor_images")
     facts = {name: record.get(name) for name in names}
@@ -54,7 +54,7 @@ def _as_text(value: Any) -> str:
 
 
 def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
-    """Caveats about the numbers, as sentences."""
+    """List caveats about the numbers, as sentences."""
     notes = []
     tuned: dict[str, list[str]] = {}
     for name, runs in selection.arms.items():
@@ -106,7 +106,7 @@ def _notes_on_run(run: Run, metric: str) -> list[str]:
 
 
 def settings_table(selection: Selection) -> Table | None:
-    """Settings in which arms differ from the baseline; None if there are none."""
+    """Make a table of settings in which arms differ from the baseline; None if none differ."""
     base = selection.arms[selection.baseline][0].config
     configs = {name: runs[0].config for name, runs in selection.arms.items()}
     rows = [
@@ -121,7 +121,7 @@ def settings_table(selection: Selection) -> Table | None:
 
 
 def training_table(runs: Iterable[Run]) -> Table | None:
-    """Numbers of runs whose training loss diverged or spiked, by arm; None if no run logged it."""
+    """Make a table of diverged and spiking runs by arm; None if no run logged its loss."""
     rows, intervals = [], set[int]()
     for arm, members in by_arm(runs).items():
         logged = [run.train_losses for run in members if run.train_losses[0]]
@@ -149,9 +149,11 @@ FIDsByWidth = Mapping[float, float]
 
 
 def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
-    """Last FIDs at the best width for each arm, and a note on arms with other or missing scores.
+    """Make a table of the last FIDs at the best width of each arm.
 
-    (None, []) if no run has such scores.
+    Returns:
+        The table, and notes on arms with other or missing scores. (None, []) if no run has scores
+        at several widths.
     """
     base = selection.baseline
     scores = {name: [fids_by_width(run) for run in runs] for name, runs in selection.arms.items()}
@@ -195,9 +197,12 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
 
 
 def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:
-    """Protocol and FIDs by width of the last step of a run that `evaluate --ema` scored.
+    """Find the FIDs by width that `evaluate --ema` has measured at the last step of a run.
 
-    Only scores with the most common settings at that step are used.
+    Only scores with the most common settings at this step are used.
+
+    Returns:
+        The protocol of the FIDs, and the FIDs by width.
     """
     records = [record for record in run.width_records if (record.get("value") or 0) > 0]
     last = [r for r in records if r["step"] == max(record["step"] for record in records)]
@@ -213,7 +218,10 @@ def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:
 
 
 def best_widths(fids: Sequence[FIDsByWidth]) -> list[tuple[float, float]]:
-    """(width, FID) per seed, at the width that is best for the other seeds of its arm.
+    """Choose for each seed the width that is best for the other seeds of its arm.
+
+    Returns:
+        (width, FID) of each seed.
 
     Example:
         >>> best_widths([{0.05: 1.0, 0.1: 2.0}, {0.05: 4.0, 0.1: 3.0}])
@@ -237,9 +245,10 @@ def _common_widths(fids: Sequence[FIDsByWidth]) -> list[float]:
 
 
 def sample_pictures(selection: Selection, arms: Sequence[Arm]) -> list[SamplePicture]:
-    """Pictures of samples of all arms at common steps, from a common training seed if possible.
+    """Collect images of samples of all arms, at steps that all arms have.
 
-    They show the same weights as the FIDs if possible. Empty if an arm has no pictures.
+    If possible, they are from the same training seed, and show the same weights as the FIDs. The
+    list is empty if an arm has no images.
     """
     candidates = {arm.name: [run for run in selection.arms[arm.name] if run.grids] for arm in arms}
     if not all(candidates.values()):

@@ -25,12 +25,17 @@ class TTest:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
-    """Welch's t test for the difference of means of two samples, by scipy's `ttest_ind`.
+    """Run Welch's t test for the difference of means of two samples, by scipy's `ttest_ind`.
 
-    None if it is undefined: a sample has fewer than two values, or both have zero variance.
+    Returns:
+        The result; None if a sample has fewer than two values, or if both have zero variance.
 
     Source: Welch 1947, "The generalization of Student's problem when several different population
     variances are involved".
+
+    Example:
+        >>> round(welch([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]).p, 4)
+        0.0213
     """
     if min(len(first), len(second)) < 2 or variance(first) + variance(second) == 0:
         return None
@@ -41,11 +46,16 @@ def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> TTest | None:
-    """Paired t test for the mean difference of two samples, by scipy's `ttest_rel`.
+    """Run a paired t test for the mean difference of two samples, by scipy's `ttest_rel`.
 
-    None if it is undefined: there are fewer than two pairs, or all differences are equal.
+    Returns:
+        The result; None if there are fewer than two pairs, or if all differences are equal.
 
     Source: Student 1908, "The probable error of a mean".
+
+    Example:
+        >>> paired([1.0, 2.0, 3.0], [2.0, 3.5, 4.0]).difference
+        -1.1666666666666667
     """
     differences = [a - b for a, b in zip(first, second, strict=True)]
     if len(differences) < 2 or stdev(differences) < 1e-12:  # equal up to rounding
@@ -61,11 +71,16 @@ def _to_ttest(result: Any, difference: float) -> TTest:
 def holm(ps: Sequence[float | None]) -> list[float | None]:
     """Adjust p-values for multiple tests by Holm's method.
 
-    For m tests and ascending p_(1), p_(2), ...: p_(k) becomes
-    max over j <= k of min((m - j + 1) p_(j), 1). None, a test that the data did not allow, counts
-    among the m as if its p were 1, since whether there is a p depends on the data.
+    With m tests and ascending p_(1), p_(2), ..., p_(k) becomes
+    max over j <= k of min((m - j + 1) p_(j), 1). None stands for a test that the data did not
+    allow. It counts among the m tests as if its p were 1, because the data determine whether there
+    is a p.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+
+    Example:
+        >>> holm([0.01, 0.04, None])
+        [0.03, 0.08, None]
     """
     ascending = sorted((p, k) for k, p in enumerate(ps) if p is not None)
     adjusted, highest = list(ps), 0.0
@@ -81,13 +96,13 @@ class Speedup:
 
     Attributes:
         ratio: ratio of geometric means over seeds; 2 means half the steps.
-        low: lower end of the 95% interval; 0 if `ratio` is an upper bound, None without an
+        low: lower end of the 95% interval; 0 if `ratio` is an upper bound, None if there is no
             interval.
-        high: upper end; infinite if `ratio` is a lower bound, None without an interval.
-        p: two-sided p-value for a ratio of 1; None without an interval.
+        high: upper end; infinite if `ratio` is a lower bound, None if there is no interval.
+        p: two-sided p-value for a ratio of 1; None if there is no interval.
         is_lower_bound: whether the true ratio may be larger, because seeds of the baseline never
             reached the FID, or seeds of the arm reached it before the first evaluation.
-        is_upper_bound: whether the true ratio may be smaller, by the same reasons with the arm and
+        is_upper_bound: whether the true ratio may be smaller, for the same reasons with the arm and
             the baseline exchanged.
     """
 
@@ -102,9 +117,10 @@ class Speedup:
 def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     """Measure how many times fewer steps an arm needs than the baseline.
 
-    This is the ratio of geometric means over seeds, with Welch's interval on log steps. A censored
-    crossing enters as its bound, so the ratio is a bound too, and the interval is unbounded on that
-    side. If the bound does not determine which one is faster, there is no interval.
+    The result is the ratio of geometric means over seeds, with Welch's interval on log steps. A
+    censored crossing enters as its bound. The ratio is then a bound, too, and the interval is
+    unbounded on this side. There is no interval if the bound does not determine which arm is
+    faster.
 
     Example:
         >>> result = speedup([Crossing(4.0e6)], [Crossing(1.8928e6)])
@@ -125,20 +141,21 @@ def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     return Speedup(ratio, low, high, test.p, may_be_larger, may_be_smaller)
 
 
-# Paired by seed: runs of one seed share initial weights, data order and noise, which cancel
+# Paired by seed: runs of one seed share initial weights, data order and noise, which cancel.
 
 
 def shared_seeds(arm: Arm, baseline: Arm) -> list[tuple[Curve, Curve]]:
-    """Curves of an arm and of the baseline, for each seed that both have."""
+    """Pair the curves of an arm and of the baseline, for each seed that both have."""
     others = {curve.seed: curve for curve in baseline.curves}
     curves = sorted(arm.curves, key=lambda curve: curve.seed)
     return [(curve, others[curve.seed]) for curve in curves if curve.seed in others]
 
 
 def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
-    """Paired t test of the log speed-up to an FID, over shared seeds.
+    """Run a paired t test of the log speed-up to an FID, over shared seeds.
 
-    None if the test is undefined, or if a crossing of a shared seed is not exact.
+    Returns:
+        The result; None if the test is undefined, or if a crossing of a shared seed is not exact.
     """
     pairs = shared_seeds(arm, baseline)
     slow = [other.crossing(fid) for _, other in pairs]
@@ -149,10 +166,14 @@ def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
 
 
 def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
-    """Paired t test of the log ratio of last FIDs, arm over baseline, over shared seeds.
+    """Run a paired t test of the log ratio of last FIDs, arm over baseline, over shared seeds.
 
-    The last FID is a geometric mean over the number of sets of samples that all these runs have.
-    None if the test is undefined, last steps differ by more than 1%, or an FID is not finite.
+    The last FID of a run is the geometric mean over its sets of samples. All runs use the number of
+    sets that the run with the fewest sets has.
+
+    Returns:
+        The result; None if the test is undefined, if last steps differ by more than 1%, or if an
+        FID is not finite.
     """
     pairs = shared_seeds(arm, baseline)
     if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):

@@ -1,8 +1,8 @@
 """`lit-diffusion sweep`: train every arm of an experiment with every seed.
 
 Each run is an ordinary fit. All runs are planned and checked before the first one starts. Then a
-limited number of them run in parallel: new runs start, interrupted ones resume, and finished ones
-are skipped. So repeating the command continues a stopped sweep.
+limited number of them run in parallel: new runs start, interrupted runs resume, and finished runs
+are skipped. To continue a stopped sweep, repeat the command.
 """
 
 import io
@@ -98,9 +98,9 @@ def run(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ValueError: if options, arms or existing runs are invalid. Nothing is started then.
-        SystemExit: 75 if a fit saved on a signal and must be started again; 1 if runs are
-            unfinished or cannot be compared.
+        ValueError: if options, arms or existing runs are invalid. No run is started then.
+        SystemExit: with 75 if a fit has saved on a signal and must be started again; with 1 if runs
+            are unfinished or cannot be compared.
     """
     args, options = parser().parse_known_args(argv[1:])
     if args.jobs < 1:
@@ -168,7 +168,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Arm and seed, as in messages."""
+        """Arm and seed, for messages."""
         return f"{self.arm}/seed-{self.seed}"
 
     @property
@@ -179,8 +179,8 @@ class PlannedRun:
     def completed_steps(self) -> int | None:
         """Optimizer steps of the last checkpoint; None if the run must start from scratch.
 
-        Checkpoints of finished runs may have been deleted. So without a checkpoint, the steps in
-        metrics.csv and the evaluations count if they cover the whole run.
+        Checkpoints of finished runs may have been deleted. Therefore, if there is no checkpoint,
+        the steps in metrics.csv and in the evaluations count if they cover the whole run.
         """
         from lit_diffusion.checkpoints.reading import read_checkpoint
 
@@ -217,7 +217,7 @@ def plan_sweep(
     settings = {arm: _fit_settings(arm, files, options) for arm, files in configs.items()}
     names = []
     for arm in configs:
-        # A duplicate arm shows nothing, and its test would reduce the power of the others.
+        # A duplicate arm shows nothing, and its test would reduce the power of the other tests.
         original = next(each for each in configs if settings[each] == settings[arm])
         if original == arm:
             names.append(arm)
@@ -235,11 +235,13 @@ def plan_sweep(
 
 
 def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, list[str]]:
-    """Config files of each arm, by name: those of the experiment, and for BASELINE no others.
+    """List the config files of each arm, by name.
+
+    An arm has the files of the experiment and its own. The arm BASELINE has no files of its own.
 
     Args:
         experiment: config files of the experiment.
-        arms: config files to add to it; one arm may have several, joined by +.
+        arms: config files to add to the experiment; one arm may have several, joined by +.
 
     Raises:
         ValueError: if two arms have the same name, or an arm has a file twice.
@@ -253,12 +255,12 @@ def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, lis
         files = [arm] if Path(arm).is_file() else arm.split("+")
         name = "+".join(Path(file).stem for file in files)
         if name in configs:
-            raise ValueError(f"two arms are named {name}; rename {arm}, since folders go by name.")
+            raise ValueError(f"two arms are named {name}; rename {arm}: folders need unique names.")
         configs[name] = [*experiment, *files]
         counts = Counter(Path(file).resolve() for file in configs[name])
         if repeats := [path.name for path, count in counts.items() if count > 1]:
             raise ValueError(
-                f"arm {name} has {repeats[0]} twice, which would add its callbacks twice; name it "
+                f"arm {name} has {repeats[0]} twice, which would add its callbacks twice; pass it "
                 "once."
             )
     return configs
@@ -276,8 +278,8 @@ def _fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dic
         trainer = settings["trainer"]
         if trainer["max_steps"] < 1:
             raise ValueError(
-                "runs are finished after trainer.max_steps optimizer steps, got "
-                f"{trainer['max_steps']}; set it."
+                "runs end after trainer.max_steps optimizer steps, got "
+                f"{trainer['max_steps']}; set trainer.max_steps."
             )
         if trainer["enable_checkpointing"] is False or trainer["fast_dev_run"]:
             raise ValueError(
@@ -319,7 +321,7 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
     step = max(evaluated, batches if batches > 2 * FIRST_SAVE else 0)
     if 0 < step < settings["trainer"]["max_steps"]:
         raise ValueError(
-            f"{folder} has results up to step {step}, but no {LAST} to go on from: move or delete "
+            f"{folder} has results up to step {step}, but no {LAST} to resume from: move or delete "
             "that folder."
         )
 
@@ -380,10 +382,10 @@ class Sweep:
                 yield job
 
     def _prepare(self, run: PlannedRun) -> Job | None:
-        """The job that starts or resumes a run; None if it is finished or cannot be resumed.
+        """Make the job that starts or resumes a run; None if it is finished or cannot be resumed.
 
         Raises:
-            InUse: if another process runs it.
+            InUse: if another process is running it.
         """
         log = claim_log(run.folder / LOG)
         if log is None:
@@ -402,7 +404,7 @@ class Sweep:
         """Additional options to start or resume a run; None if it must not be started."""
         try:
             steps = run.completed_steps()
-        except ValueError as error:  # a damaged checkpoint does not stop the others
+        except ValueError as error:  # a damaged checkpoint does not stop other runs
             print_status(f"{run.name} CANNOT GO ON: {error}")
             return None
         if steps is None:

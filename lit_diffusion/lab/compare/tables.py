@@ -55,14 +55,14 @@ def escape_markdown(text: str) -> str:
 
 
 class Table(NamedTuple):
-    """A table of text cells: (C,) column heads, and rows of (C,) cells."""
+    """A table of text cells, with a caption, column heads, and rows."""
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self) -> str:
-        """The table in Markdown, under its caption.
+        """Format the table in Markdown, under its caption.
 
         Example:
             >>> print(Table("FIDs.", ("arm", "FID"), (("a", "2.1"),)).markdown())
@@ -110,7 +110,12 @@ def format_mean(values: Sequence[float]) -> str:
 
 
 def format_p(p: float | None) -> str:
-    """Format a p-value, such as "0.017" or "< 0.001"; "-" for None."""
+    """Format a p-value, such as "0.017" or "< 0.001"; "-" for None.
+
+    Example:
+        >>> format_p(0.0172), format_p(0.0002), format_p(None)
+        ('0.017', '< 0.001', '-')
+    """
     return "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
@@ -146,9 +151,9 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """The FID to which a speed-up is measured, such as " to 0.306"; "" if it is the target.
+    """Format the FID to which a speed-up is measured, such as " to 0.306"; "" for the target.
 
-    If both round to the same text, digits are added: " to 0.2693, not 0.2691".
+    If this FID and the target round to the same text, digits are added: " to 0.2693, not 0.2691".
     """
     if result.at == comparison.target:
         return ""
@@ -162,7 +167,7 @@ def format_target(result: Result, comparison: Comparison) -> str:
 
 
 def format_verdict(result: Result, comparison: Comparison) -> str:
-    """The verdict on an arm and, if it is faster but does not win, the reason."""
+    """Format the verdict on an arm, with the reason if it is faster but does not win."""
     text = str(result.verdict.value)
     if result.verdict is Verdict.WORSE:
         return f"{text} ({format_equation(result.end_p)})"
@@ -178,7 +183,7 @@ def format_verdict(result: Result, comparison: Comparison) -> str:
 
 
 def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
-    """One row per arm: steps to the target, speed-up over the baseline, p and verdict."""
+    """Make a table with one row per arm: steps to the target, speed-up, p and verdict."""
 
     def steps(name: str, crossings: Sequence[Crossing]) -> tuple[str, ...]:
         reached = sum(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
@@ -206,7 +211,7 @@ def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
 
 
 def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
-    """Speed-ups by other distances of the same samples; None if there are none."""
+    """Make a table of speed-ups by other distances of the same samples; None if there are none."""
     if not others:
         return None
     cells: dict[str, dict[str, str]] = {}
@@ -223,7 +228,7 @@ def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
 
 
 def last_samples_table(arms: Sequence[Arm]) -> Table | None:
-    """All metrics of the last samples of each arm; None if no other metric was recorded."""
+    """Make a table of all metrics of the last samples; None if only FID was recorded."""
 
     def last(arm: Arm, name: str) -> list[float]:
         metrics = [curve.other_metrics[-1] if curve.other_metrics else {} for curve in arm.curves]
@@ -251,13 +256,13 @@ def last_samples_table(arms: Sequence[Arm]) -> Table | None:
 
 
 def common_steps(arms: Sequence[Arm]) -> list[float]:
-    """Steps at which all runs of all arms were evaluated; if none, those of the first arm."""
+    """List the steps at which all runs were evaluated; if there are none, the first arm's steps."""
     shared = [set.intersection(*(set(c.steps) for c in arm.curves)) for arm in arms]
     return sorted(set.intersection(*shared) or shared[0])
 
 
 def evenly_spaced(steps: Sequence[T], limit: int) -> list[T]:
-    """At most `limit` of the steps, including the last, with equal spacing if possible.
+    """Choose at most `limit` of the steps, including the last, with equal spacing if possible.
 
     Example:
         >>> evenly_spaced([1, 2, 3, 4, 5, 6, 7, 8], 5)
@@ -269,7 +274,7 @@ def evenly_spaced(steps: Sequence[T], limit: int) -> list[T]:
 
 
 def fid_table(comparison: Comparison) -> Table:
-    """FID by arm and step, as in Tables 2 and 3 of the paper."""
+    """Make a table of FID by arm and step, as in Tables 2 and 3 of the paper on CLTS and MDLRC."""
     steps = evenly_spaced(common_steps(comparison.arms), 6)
     rows = [
         (arm.name, *(format_mean(arm.fids_at(step)) for step in steps)) for arm in comparison.arms
@@ -280,7 +285,7 @@ def fid_table(comparison: Comparison) -> Table:
 
 
 def steadiness_table(comparison: Comparison) -> Table:
-    """Late oscillation, and variation of the metric over training seeds and sets of samples."""
+    """Make a table of late oscillation, and of variation over seeds and sets of samples."""
 
     def percent(spread: float) -> str:
         return f"{100 * spread:.1f}%"
@@ -308,7 +313,7 @@ def steadiness_table(comparison: Comparison) -> Table:
 
 
 def by_seed_table(comparison: Comparison) -> Table | None:
-    """Paired tests of arms that share at least two seeds with the baseline; None without tests."""
+    """Make a table of paired tests of arms that share seeds with the baseline; None if none do."""
     base, metric = comparison.baseline, comparison.metric
     results = [r for r in comparison.results if len(shared_seeds(r.arm, base)) > 1]
     speeds = [speedup_by_seed(result.arm, base, result.at) for result in results]
@@ -350,7 +355,7 @@ def _format_test(test: TTest, unit: str = "") -> str:
 
 
 def speedup_records(comparison: Comparison) -> list[dict[str, Any]]:
-    """One row per arm: the numbers in `speedup_table`."""
+    """Make one record per arm, with the numbers of `speedup_table`."""
     results = {result.arm.name: result for result in comparison.results}
     rows = []
     for arm in comparison.arms:
@@ -374,7 +379,7 @@ def speedup_records(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def fid_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """One row per arm and step: mean and standard deviation over seeds with a finite FID."""
+    """Make one record per arm and step: mean and standard deviation over seeds with finite FIDs."""
     rows = []
     for arm in arms:
         for step in sorted({step for curve in arm.curves for step in curve.steps}):
@@ -389,7 +394,7 @@ def fid_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def curve_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """One row per evaluation: the data of the comparison, in the format of `read_arms`."""
+    """Make one record per evaluation, in the format of `read_arms`."""
     rows: list[dict[str, Any]] = []
     for arm in arms:
         for curve in arm.curves:
@@ -406,7 +411,7 @@ def curve_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
-    """Format records as CSV. None is empty, and whole numbers have no decimal point.
+    """Format records as CSV. None becomes an empty cell, and integers have no decimal point.
 
     Example:
         >>> print(to_csv([{"arm": "a", "step": 100.0}, {"arm": "b", "fid": 2.5}]), end="")

@@ -3,8 +3,8 @@
     [z_0 | z_1 ... z_n], label -- linear 4x4 -- blocks up, norms conditioned on (label, z_i) -- tanh
     image, label -- blocks down -- sum over pixels -- linear + <embedding(label), features>
 
-All weights except the generator's embedding have spectral norm. Parameter names differ from the
-references.
+All weights except the generator's embedding have spectral norm. Parameters have other names than in
+the references.
 
 Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection);
 Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
@@ -27,6 +27,10 @@ def orthogonal_spectral_norm(module: M) -> M:
     """Apply spectral norm to a layer, with orthogonal initial weight and zero bias.
 
     The norm is estimated with one power iteration per forward pass.
+
+    Example:
+        >>> orthogonal_spectral_norm(nn.Linear(4, 2))(torch.randn(3, 4)).shape
+        torch.Size([3, 2])
     """
     nn.init.orthogonal_(cast(Tensor, module.weight))
     if isinstance(bias := getattr(module, "bias", None), Tensor):
@@ -56,9 +60,9 @@ class ConditionalBatchNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """x + gain * attention(x), where gain is initialized to 0.
+    """Residual block x + gain * attention(x), where gain is initialized to 0.
 
-    Queries and keys have C/8 channels, values C/2. Keys and values are max-pooled by two.
+    Queries and keys have C/8 channels, and values C/2. Keys and values are max-pooled by two.
     """
 
     def __init__(self, channels: int) -> None:
@@ -99,7 +103,14 @@ class GeneratorBlock(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Residual block. `halves` halves the resolution; the `first` block has no leading ReLU."""
+    """Residual block of the discriminator.
+
+    Args:
+        channels: channels of the input.
+        out: channels of the output.
+        halves: whether the block halves the resolution.
+        first: whether it is the first block, which has no ReLU before its first convolution.
+    """
 
     def __init__(self, channels: int, out: int, *, halves: bool, first: bool) -> None:
         super().__init__()
@@ -121,9 +132,9 @@ class BigGANGenerator(nn.Module):
     Args:
         num_classes: number of classes.
         out_channels: channels of the images.
-        widths: channels before each block and after the last, in units of `width`; (16, 16, 8, 4,
-            2, 1) makes images of 128 x 128.
-        width: 96 in the paper.
+        widths: channels before each block and after the last one, in units of `width`.
+            (16, 16, 8, 4, 2, 1) makes images of 128 x 128.
+        width: base width, 96 in the paper.
         latent_dim: size of z, which is split evenly over the first layer and the blocks.
         label_dim: size of the class embedding, which is shared by all blocks.
         attention_at: side of the feature maps with attention; 0 disables it.
@@ -188,13 +199,15 @@ class BigGANGenerator(nn.Module):
 
 
 class BigGANDiscriminator(nn.Module):
-    """Real-or-fake logits given a class. All but the last `unhalved` blocks halve the resolution.
+    """Computes real-or-fake logits of images of a class.
+
+    All blocks except the last `unhalved` ones halve the resolution.
 
     Args:
         num_classes: number of classes.
         in_channels: channels of the images.
         widths: channels after each block, in units of `width`.
-        width: 96 in the paper.
+        width: base width, 96 in the paper.
         unhalved: number of last blocks that keep the resolution.
         image_size: side of the images, which determines where attention is inserted.
         attention_at: side of the feature maps with attention; 0 disables it.

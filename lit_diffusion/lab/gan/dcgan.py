@@ -3,7 +3,7 @@
     z -- transposed convolution to smallest x smallest -- doubled until image_size -- tanh
     image -- halved until smallest x smallest -- one convolution to a logit
 
-Parameter names differ from the references.
+Parameters have other names than in the references.
 
 Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3; widths and initialization of
 pytorch/examples, dcgan/main.py.
@@ -41,7 +41,7 @@ class DCGANGenerator(nn.Module):
         image_size: side of the square images, `smallest` times a power of 2.
         out_channels: channels of the images.
         latent_dim: size of z.
-        width: channels before the last layer. They double with every layer before it.
+        width: channels before the last layer. Each earlier layer has twice as many.
         smallest: side of the first feature map.
 
     Raises:
@@ -89,7 +89,7 @@ class DCGANDiscriminator(nn.Module):
     Args:
         image_size: side of the square images, `smallest` times a power of 2.
         in_channels: channels of the images.
-        width: channels after the first layer. They double with every layer after it.
+        width: channels after the first layer. Each later layer has twice as many.
         smallest: side of the last feature map.
 
     Raises:

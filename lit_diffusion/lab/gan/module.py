@@ -1,4 +1,4 @@
-"""LightningModule for generative adversarial networks, as baselines for diffusion models."""
+"""A LightningModule of generative adversarial networks, as baselines for diffusion models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class AdversarialLoss(Protocol):
-    """Per-sample losses of discriminator and generator, as functions of logits (B,)."""
+    """Losses of discriminator and generator per sample, as functions of logits (B,)."""
 
     def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
         """(B,) losses from the logits of real and of generated images."""
@@ -35,9 +35,15 @@ class AdversarialLoss(Protocol):
 
 @dataclass(frozen=True)
 class NonSaturating:
-    """-log D(x) - log(1 - D(G(z))) and -log D(G(z)), where D is the sigmoid of a logit.
+    """Non-saturating loss: -log D(x) - log(1 - D(G(z))) and -log D(G(z)).
+
+    The first is the discriminator's, the second the generator's. D is the sigmoid of a logit.
 
     Source: Goodfellow et al. 2014, section 3.
+
+    Example:
+        >>> NonSaturating().generator_loss(torch.zeros(1))
+        tensor([0.6931])
     """
 
     def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
@@ -51,9 +57,16 @@ class NonSaturating:
 
 @dataclass(frozen=True)
 class Hinge:
-    """max(0, 1 - D(x)) + max(0, 1 + D(G(z))) and -D(G(z)), where D is a logit.
+    """Hinge loss: max(0, 1 - D(x)) + max(0, 1 + D(G(z))) and -D(G(z)).
+
+    The first is the discriminator's, the second the generator's. D is a logit.
 
     Source: Lim & Ye 2017 (Geometric GAN), as in BigGAN.
+
+    Example:
+        >>> real, fake = torch.tensor([0.5]), torch.tensor([-2.0])
+        >>> Hinge().discriminator_loss(real, fake)
+        tensor([0.5000])
     """
 
     def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
@@ -68,19 +81,21 @@ class Hinge:
 class GANModule(LightningModule):
     """Trains a generator against a discriminator.
 
-    The discriminator makes one step per batch, and the generator one step after every
-    `discriminator_steps` of these. `global_step` and `max_steps` count the steps of both.
+    The discriminator makes one step per batch. The generator makes one step after every
+    `discriminator_steps` steps of the discriminator. `global_step` and `max_steps` count the steps
+    of both networks.
 
-    The randomness of a training step is a function of (seed, rank, step, micro-batch), and that of
-    a sample is a function of its seed. Samples are generated in eval mode, so batch norm uses
-    running statistics.
+    The random numbers of a training step depend only on (seed, rank, step, micro-batch), and those
+    of a sample only on its seed. Samples are generated in eval mode, so batch norm uses running
+    statistics.
 
-    With DDP, pass `--trainer.strategy=ddp_find_unused_parameters_true`, as each network is unused
-    in a step of the other.
+    With DDP, pass `--trainer.strategy=ddp_find_unused_parameters_true`, because each network is
+    unused in a step of the other one.
 
     Args:
-        generator: (z (B, latent_dim), labels) -> images in [-1, 1]. Has an attribute `latent_dim`.
-        discriminator: (images, labels) -> (B,) logits.
+        generator: network that maps z (B, latent_dim) and labels to images in [-1, 1]. It has an
+            attribute `latent_dim`.
+        discriminator: network that maps images and labels to logits (B,).
         loss: losses of both networks.
         generator_optimizer: called with the generator's parameters.
         discriminator_optimizer: called with the discriminator's parameters.
@@ -93,6 +108,19 @@ class GANModule(LightningModule):
         ValueError: if a number is out of range, or a network has a different `num_classes`.
 
     Source: Goodfellow et al. 2014, algorithm 1; Mescheder et al. 2018, Eq. 9, for R1.
+
+    Example:
+        >>> from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
+        >>> gan = GANModule(
+        ...     generator=DCGANGenerator(32, 3, width=8),
+        ...     discriminator=DCGANDiscriminator(32, 3, width=8),
+        ...     loss=NonSaturating(),
+        ...     generator_optimizer=torch.optim.Adam,
+        ...     discriminator_optimizer=torch.optim.Adam,
+        ...     image_shape=(3, 32, 32),
+        ... )
+        >>> gan.generate(range(2)).shape
+        torch.Size([2, 3, 32, 32])
     """
 
     def __init__(
@@ -132,7 +160,7 @@ class GANModule(LightningModule):
         self.conditioning = None if num_classes is None else ClassLabels(num_classes)
         self.discriminator_steps, self.r1 = discriminator_steps, r1
         self._build_optimizers = generator_optimizer, discriminator_optimizer
-        self._generator_loss: Tensor | float | None = None  # of this epoch; logged again
+        self._generator_loss: Tensor | float | None = None  # last one of this epoch; logged again
 
     def setup(self, stage: str) -> None:
         """Check that the data fit the networks."""
@@ -215,7 +243,7 @@ class GANModule(LightningModule):
             self.log(f"val/{name}_loss", mean, sync_dist=True, batch_size=len(real))
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """(seeds (B,), labels (B,)) -> images uint8 (B, C, H, W)."""
+        """Generate images uint8 (B, C, H, W) from a batch of seeds (B,) and labels (B,)."""
         seeds, labels = batch
         return self.generate(seeds.tolist(), labels)
 
@@ -243,7 +271,7 @@ class GANModule(LightningModule):
         return self.codec.decode(x0)
 
     def latents(self, seeds: Sequence[int], stream: str = "sample") -> Tensor:
-        """(N, latent_dim) standard normal on the CPU. Row i depends only on seeds[i]."""
+        """Draw z, (N, latent_dim) standard normal on the CPU. Row i depends only on seeds[i]."""
         return PerSampleNoise(seeds, stream).draw((self._latent_dim,))
 
     def sampling_record(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_a_folder_is_of_one_plan(tmp_path):
         assert plan(tmp_path / "out", 3) == tmp_path / "out"
     saved = json.loads((tmp_path / "out/plan.json").read_text())
     assert saved == {"analysis": "test", "of": [], "num": 3}
-    with pytest.raises(ValueError, match="whose num is 3, and this call's is 4; choose another"):
+    with pytest.raises(ValueError, match="whose num is 3, but in this call it is 4; choose"):
         plan(tmp_path / "out", 4)
     with pytest.raises(ValueError, match="holds something else"):
         plan(tmp_path, 3)

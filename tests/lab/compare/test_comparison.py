@@ -274,7 +274,7 @@ def test_by_images_an_arm_pays_for_its_larger_batch():
         (
             [Arm("baseline", (Curve("3", (1, 2), (NAN, NAN)),)), arm("b", 1.0)],
             {},
-            "baseline baseline has no finite FID for seed 3.*give a target",
+            "baseline baseline has no finite FID for seed 3.*pass a target",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_configs_joined_by_a_plus_are_one_arm_whose_command_resumes_when_run_aga
         ("--arms slow.yaml deep/slow.yaml", "two arms are named slow; rename deep/slow.yaml"),
         ("--arms tiny.yaml", "has tiny.yaml twice"),
         ("--arms missing.yaml", "no arm file missing.yaml"),
-        ("--trainer.max_steps=-1", "arm baseline: runs are finished after trainer.max_steps"),
+        ("--trainer.max_steps=-1", "arm baseline: runs end after trainer.max_steps"),
         ("--trainer.enable_checkpointing=false", "runs are resumed from checkpoints"),
     ],
 )
