@@ -1,11 +1,7 @@
 """Exported networks: folders with network.safetensors, and network.json (class and arguments).
 
-<<<<<<< HEAD
-`load_network` requires only torch and safetensors, and imports nothing that a file names. The
-record also describes the module, so that `lit_diffusion.load` accepts such a folder.
-=======
-Reading such a folder needs only torch and safetensors. Nothing that a file names is imported.
->>>>>>> 60676564 (Checkpoints and interchange: docstrings in plain English, with examples)
+`load_network` needs only torch and safetensors, and imports nothing that a file names. The record
+also describes the module, so that `lit_diffusion.load` accepts such a folder.
 """
 
 import hashlib
@@ -53,18 +49,12 @@ def write_network(
     """Write weights, and a record with the library version and the SHA-256 of the weights.
 
     Args:
-<<<<<<< HEAD
-        folder: created if it does not exist. An existing export in it is replaced.
-        state: the network's state_dict.
-        record: "network": {"class_path", "init_args"}, and other entries to store.
-        dtype: dtype of floating-point weights in the file; None keeps theirs.
-=======
         folder: folder to write, which is created if it does not exist. An existing export in it is
             replaced.
         state: state_dict of the network.
         record: dictionary with "network": {"class_path": ..., "init_args": ...}, and other entries
             to store.
->>>>>>> 60676564 (Checkpoints and interchange: docstrings in plain English, with examples)
+        dtype: dtype of floating-point weights in the file; None keeps their dtype.
 
     Raises:
         ValueError: if `folder` is a file, or a finite weight is too large for `dtype`.
