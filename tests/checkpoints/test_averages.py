@@ -55,7 +55,9 @@ def test_what_the_snapshots_cannot_tell_is_refused(tmp_path):
     assert delete_snapshots_after(tmp_path, 0) == 32
     for width in (0.05, 0.07, 0.1):
         reconstruct_average(tmp_path, width, 800, last, hashes)
-    with pytest.raises(ValueError, match=r"from 0 snapshots .* to those tracked \(0\.05, 0\.1\)"):
+    with pytest.raises(
+        ValueError, match=r"from 0 snapshots .* to those of the run \(0\.05, 0\.1\)"
+    ):
         reconstruct_average(tmp_path, 0.2, 800, last, hashes)
 
 

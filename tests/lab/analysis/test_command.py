@@ -164,7 +164,7 @@ def test_lines_between_other_kinds_of_models_are_refused(capsys):
     rewrite(B, "c/checkpoints/last.ckpt", predict_noise)
     for command in ("interpolate a c", "landscape a --path c b"):
         assert analyze(f"{command} --images 4") == 2
-        assert "the parameterization of c" in capsys.readouterr().err
+        assert "the same parameterization, but in c" in capsys.readouterr().err
 
 
 @pytest.mark.slow

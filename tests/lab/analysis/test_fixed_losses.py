@@ -123,5 +123,5 @@ def test_models_share_their_losses_whatever_their_times_but_not_with_other_shape
     other.checkpoint["hyper_parameters"]["times"] = times
     check_same_losses(loaded, other)
     narrow, wide = (loaded._replace(module=network(width)) for width in (3, 5))
-    with pytest.raises(ValueError, match=r"one architecture.*differ in 0\.bias and 5 more"):
+    with pytest.raises(ValueError, match=r"same architecture.*differ in 0\.bias and 5 more"):
         check_same_losses(narrow, wide)

@@ -84,7 +84,7 @@ def test_losses_are_compared_where_that_is_asked(capsys):
     [
         ("compare", "RUN must be given."),
         ("compare nowhere", "there is no run folder nowhere."),
-        ("compare sweep file.csv", "give either run folders or CSV files"),
+        ("compare sweep file.csv", "pass either run folders or CSV files"),
         ("compare sweep --out file.csv", "--out file.csv is a file; name a folder."),
         ("compare sweep --arms fast x", "--arms: there is no fast, x; there are baseline, slow."),
     ],
