@@ -54,8 +54,8 @@ HELP = {
   --trainer.callbacks.EMA=null            remove it; callbacks+=EMA adds one
   --ckpt_path PATH        resume from a file, or last: that of the run folder;
                           last-or-none starts if there is no checkpoint yet
-  --init_weights PATH     start from weights: CKPT, CKPT:raw, an export or digits
-  --float32_precision P   tf32: faster float32 on a GPU, 10 bits; ieee: 23 bits
+  --init_weights PATH     start from weights: CKPT, CKPT:raw, export, digits
+  --float32_precision P   tf32: faster float32 on a GPU, 10 bits, or ieee: 23
   --seed_everything N     seed (default 0){_LAST}""",
     "validate": f"""Compute the loss and metrics of a checkpoint on the validation split.
 

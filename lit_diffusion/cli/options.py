@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", None, os.path.expanduser)
         if add_help:
             add, default = self.add_argument, argparse.SUPPRESS
-            text = "show this help; --help all: with every option"
+            text = "show this help"
             add("-h", "--help", nargs="?", metavar="all", action=_Help, default=default, help=text)
         # An argument that starts like a negative number is a value: -1,2 is a list of labels.
         self._negative_number_matcher = re.compile(r"-\.?\d")
@@ -140,7 +140,7 @@ class _Help(argparse.Action):
         if parser.rare and values != "all":
             for action in parser.rare:
                 action.help = argparse.SUPPRESS
-            parser.epilog = f"`{parser.prog} --help all` lists {len(parser.rare)} more options."
+            parser.epilog = f"`{parser.prog} --help all` lists every option."
         parser.print_help()
         parser.exit()
 

@@ -54,6 +54,14 @@ def test_no_command_or_an_unknown_one_is_a_mistake_that_names_them(capsys):
         assert f"there is no command '{wrong}'. Did you mean '{command}'?" in error
 
 
+def test_the_help_of_fit_fits_one_screen_and_says_where_the_rest_is(capsys):
+    assert call("fit --help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith("  --help all ")
+
+
 def test_help_and_mistakes_of_the_command_line_import_neither_torch_nor_lightning(tmp_path):
     (tmp_path / "whole.yaml").write_text("model: Nothing")
     (tmp_path / "part.yaml").write_text("data: Digits")
