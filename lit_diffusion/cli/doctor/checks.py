@@ -64,14 +64,15 @@ def check_ranks(run: ExaminedRun) -> Iterator[Finding]:
     if "SLURM_JOB_ID" not in os.environ:
         return
     if is_shell and tasks not in ("", "1"):
-        text = f"each of the {tasks} tasks would train a run of its own, as Lightning ignores SLURM"
-        yield problem("ranks", f"{text} in jobs named bash or interactive; change --job-name.")
+        text = f"each of the {tasks} tasks would train a run of its own, because Lightning ignores "
+        text += "SLURM in jobs named bash or interactive; change --job-name."
+        yield problem("ranks", text)
     elif is_shell or not tasks.isdigit():
         text = "Lightning ignores SLURM here and uses one node: the job is named bash or "
         text += "interactive, or has no --ntasks-per-node."
         yield problem("ranks", text) if nodes > 1 else note("ranks", text)
     elif int(tasks) != run.ranks:
-        text = f"SLURM starts {tasks} task(s), and the run waits for {run.ranks}; submit with "
+        text = f"SLURM starts {tasks} task(s), but the run waits for {run.ranks}; submit with "
         yield problem("ranks", f"{text}--ntasks-per-node={devices} --nodes={nodes}.")
     else:
         yield ok("ranks", f"{tasks} task(s) of SLURM")
@@ -102,9 +103,9 @@ def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
     steps, validation = run.num_steps, run.validation_interval
     if steps is None or steps <= run.start_step:
         return
-    to_go = f"of the {steps - run.start_step:,} steps to go; lower it."
+    too_long = f"is more than the {steps - run.start_step:,} remaining steps allow; lower it."
     if validation and not (rounds := run.count_rounds(validation)):
-        text = f"val_check_interval is {validation:,.0f} steps, and comes in none {to_go}"
+        text = f"val_check_interval of {validation:,.0f} steps {too_long}"
         yield warning("validation", text)
     elif validation:
         yield ok("validation", f"{rounds} times, every {validation:,.0f} steps")
@@ -114,11 +115,11 @@ def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
         if isinstance(callback, ModelCheckpoint):
             every = save_interval(callback)
         if every and not run.count_rounds(every):
-            yield warning(type(callback).__name__, f"every {every:,} steps comes in none {to_go}")
+            yield warning(type(callback).__name__, f"its interval of {every:,} steps {too_long}")
 
 
 def check_lr(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the warm-up of learning rates is short beside the run."""
+    """Whether the warm-up of the lr is short compared with the run."""
     for config in run.trainer.lr_scheduler_configs:
         scheduler, steps = config.scheduler, run.num_steps
         if config.interval != "step" or not steps:
@@ -161,11 +162,11 @@ def check_terminal_snr(run: ExaminedRun) -> Iterator[Finding]:
     at_end, at_start = (alpha / sigma).tolist()
     text = f"alpha {alpha[0]:.2g} and sigma {sigma[0]:.3g} at the noisiest time"
     if at_end > 0.05:
-        text += f": {at_end:.0%} of the image remain, and samples start from noise alone; take a "
+        text += f": {at_end:.0%} of the image remain, but samples start from pure noise; use a "
         yield warning("terminal SNR", f"{text}process with a noisier end, such as CosineBetas.")
     elif at_start > 0.05:
-        text = f"samples start from noise alone where {at_start:.0%} of an image should remain; "
-        yield warning("terminal SNR", f"{text}let the times of the solver begin noisier.")
+        text = f"samples start from pure noise where {at_start:.0%} of an image should remain; "
+        yield warning("terminal SNR", f"{text}let the times of the solver start noisier.")
     else:
         yield ok("terminal SNR", text)
 
@@ -204,7 +205,9 @@ def check_time(run: ExaminedRun) -> Iterator[Finding]:
     total = training + validation + sampling
     days, hours = f"{total / 86400:,.0f} days", timedelta(seconds=round(total))
     text = f"about {days if total > 172800 else hours} on this {run.trainer.strategy.root_device}: "
-    text += f"{run.step_seconds:.2g} s a step ({run.step_source}), {validation / total:.0%} of it "
+    text += (
+        f"{run.step_seconds:.2g} s per step ({run.step_source}), {validation / total:.0%} of it "
+    )
     text += f"for validation, {sampling / total:.0%} for FIDs and sample grids"
     yield warning("time", text) if training < 0.5 * total else note("time", text)
 
