@@ -17,6 +17,7 @@ from lit_diffusion.checkpoints.loading import load_module
 from lit_diffusion.cli.convert import export
 from lit_diffusion.cli.init_weights import read_init
 from lit_diffusion.cli.run_data import protocol_of_run, real_images
+from lit_diffusion.interchange import load_network
 from lit_diffusion.pretrained import FOLDER, find_model, list_models
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -80,6 +81,15 @@ def test_the_extractor_of_mnist_is_in_the_package():
     protocol = protocol_of_run("mnist")
     assert re.fullmatch(r"mnist-cnn-[0-9a-f]{8}\.safetensors", Path(protocol).name)
     assert Path(protocol).is_file()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_its_network_is_read_alone(name):
+    network, module = load_network(find_model(name)), load(name)
+    x, t, labels = torch.randn(2, *SHAPES[name]), torch.tensor([0.0, 700]), torch.tensor([3, -1])
+    with torch.no_grad():
+        outputs = network(x, t, labels), module.network(x, t, labels)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)  # one has channels last
 
 
 def test_training_starts_from_it():
@@ -147,7 +157,7 @@ def test_its_card_says_how_it_was_made(name):
     assert (head["library_name"], head["license"]) == ("lit-diffusion", "mit")
     fid = head["model-index"][0]["results"][0]["metrics"][0]
     assert (fid["type"], 0 < fid["value"] < 100) == ("fid", True)
-    for part in (f"--checkpoint {name}", "lit-diffusion fit --config configs/", "held"):
+    for part in (f"--checkpoint {name}", "lit-diffusion fit --config configs/", "## Data"):
         assert part in text
     assert re.search(r"commit `[0-9a-f]{40}`", text)
 

@@ -26,6 +26,7 @@ from lit_diffusion.files import (
 from lit_diffusion.networks.conditions import Classes, Tokens, Vectors, WordIds
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
+from lit_diffusion.networks.layers import Patched
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 
@@ -34,7 +35,8 @@ Json = dict[str, Any]
 RECORD, WEIGHTS = "network.json", "network.safetensors"
 _TOP_LEVEL = ("network", "process", "parameterization", "image_shape", "num_classes")
 """Arguments of a module that a record has at its top level. "module" has the others."""
-NETWORKS = {f"{c.__module__}.{c.__name__}": c for c in (UNet, EncoderUNet, UViT, DiT, JiT)}
+_CLASSES: tuple[type[nn.Module], ...] = (UNet, EncoderUNet, UViT, DiT, JiT, Patched)
+NETWORKS = {f"{each.__module__}.{each.__name__}": each for each in _CLASSES}
 """Networks that `load_network` can build, by class path."""
 CONDITIONS = {f"{c.__module__}.{c.__name__}": c for c in (Classes, Vectors, Tokens, WordIds)}
 """Condition embeddings of these networks, by class path."""
@@ -239,7 +241,10 @@ def load_network(folder: str | Path) -> nn.Module:
 
 
 def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """Build a network from JSON arguments, with `condition` as class_path and init_args.
+    """Build a network from JSON arguments.
+
+    `condition`, and `network` of `Patched`, are class_path and init_args. Only classes of
+    `NETWORKS` and `CONDITIONS` are built.
 
     Example:
         >>> classes = {"class_path": "lit_diffusion.networks.conditions.Classes",
@@ -252,6 +257,10 @@ def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) 
     if condition is not None:
         condition = CONDITIONS[condition["class_path"]](**condition["init_args"])
         arguments = {**arguments, "condition": condition}
+    inner = arguments.get("network")
+    if network_class is Patched and isinstance(inner, Mapping):
+        network = build_network(NETWORKS[inner["class_path"]], inner["init_args"])
+        arguments = {**arguments, "network": network}
     return network_class(**arguments)
 
 

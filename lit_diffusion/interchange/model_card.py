@@ -160,7 +160,10 @@ def _training(
     record: Mapping[str, Any], scored: Sequence[Mapping[str, Any]], num_parameters: int
 ) -> str:
     arguments = {**(record.get("module") or {}).get("init_args", {}), **record}
-    rows = {"network": f"`{_class_name(record['network']['class_path'])}`"}
+    network = record["network"]
+    rows = {"network": f"`{_class_name(network['class_path'])}`"}
+    if isinstance(inner := (network.get("init_args") or {}).get("network"), Mapping):
+        rows["network"] += f" of `{_class_name(inner.get('class_path'))}`"
     rows["network"] += f", {num_parameters:,} parameters"
     if "data" in record:
         rows["data"] = f"`{record['data']}`"

@@ -12,8 +12,8 @@ def list_models() -> list[str]:
     """Names of the models in the package, sorted.
 
     Example:
-        >>> "digits" in list_models()
-        True
+        >>> list_models()
+        ['digits', 'mnist']
     """
     return sorted(file.parent.name for file in FOLDER.glob("*/network.json"))
 

@@ -50,13 +50,14 @@ NOTES = """## Data
 {command}
 ```
 
-Check out commit `{commit}` first. The run took {hardware}. Its settings are in `config.yaml` in
-this folder. `tests/benchmarks/package_model.py` made this folder from the run.
+Check out commit `{commit}` first. The run took {hardware}.
+Its settings are in `config.yaml` in this folder. `tests/benchmarks/package_model.py` made the
+folder from the run.
 
 ## Precision
 
 The file holds the weights in {dtype}. The scores below were measured in training, in float32.
-Generated from the file, the same {num} seeds have FID {fid:.4g}.
+Generated from the file, the same {num:,} seeds have FID {fid:.4g}.
 
 ## Intended use
 
