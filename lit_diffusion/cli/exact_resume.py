@@ -104,7 +104,7 @@ class ExactResume(AccumulationTracker, Callback):
             checkpoint["callback_metrics"] = {name: metrics[name].cpu() for name in sorted(metrics)}
 
     def _why_inexact(self, trainer: Trainer) -> str | None:
-        """When the checkpoint is saved, in words, if a resume from it would not be exact."""
+        """When the checkpoint is saved, as a phrase; None if a resume from it is exact."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
         if self.is_accumulating(trainer):
             if epochs.completed == epochs.ready:  # in on_train_end
@@ -226,7 +226,7 @@ def _restore_model_checkpoints(trainer: Trainer, states: dict[str, dict[str, Any
     """Restore each ModelCheckpoint, and let it overwrite files saved after the checkpoint.
 
     ModelCheckpoint does not know the files that the interrupted run saved after this checkpoint. It
-    would save the same steps again beside them, as -v1.
+    would save the same steps again under other names, with the suffix -v1.
     """
     savers = _model_checkpoints(trainer)
     tracked, files = set[str](), set[str]()

@@ -252,7 +252,7 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
                 accepted, trained = (each.get("init_args", {}) for each in (parsed.solver, current))
                 names = [n for n in ("steps", "times", "clip") if n in accepted and n in trained]
                 spec = spec | {"init_args": {n: trained[n] for n in names} | init_args}
-            # YAML, as JSON has no inf
+            # YAML, because JSON has no inf
             parsed = parser.parse_args([f"--solver={yaml.safe_dump(spec)}", *arguments])
             solver: Solver = parser.instantiate(parsed).solver
         except (ArgumentError, ValueError) as error:

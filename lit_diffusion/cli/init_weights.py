@@ -118,8 +118,10 @@ def match_weights(
             for name in others
             if name not in reshaped
         ],
-        "dropped, as the model has none such": [name for name in state if name not in comparable],
-        "new, as the file has none such": [name for name in target if name not in comparable],
+        "dropped because the model has none such": [
+            name for name in state if name not in comparable
+        ],
+        "new because the file has none such": [name for name in target if name not in comparable],
     }
 
 

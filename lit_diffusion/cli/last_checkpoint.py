@@ -34,17 +34,18 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     early. Further saves follow every `every_n_seconds`, or less often if saving is slow: it takes
     at most 2% of the time.
 
-    Saves happen only where Lightning resumes exactly: after a batch that ends a step, or after the
-    validation of this step. They do not happen after the last batch of an epoch, as a resume would
-    skip the hooks of the epoch's end. The save of the last step replaces last.ckpt in
-    `on_train_end`. A run that dies before that resumes from the previous save and repeats the end.
-    (A file saved in `on_train_end` of an unfinished epoch would resume in the next one.)
+    A checkpoint is saved only where Lightning resumes exactly: after a batch that ends a step, or
+    after the validation of this step. None is saved after the last batch of an epoch, because a
+    resume would skip the hooks at the end of the epoch. The checkpoint of the last step replaces
+    last.ckpt in `on_train_end`. A run that is killed before that resumes from the previous
+    checkpoint and repeats the end. (A file saved in `on_train_end` of an unfinished epoch would
+    resume in the next epoch.)
 
     The previous checkpoint is stored as before-last.ckpt until the next batch, on a GPU the next
-    logging step, has a finite loss. Another save replaces it by the last.ckpt of then, if
-    FiniteUpdates has skipped no update in between. before-last.ckpt replaces last.ckpt if the run
-    ends because of a non-finite loss or gradient, as the update before that may have ruined the
-    weights.
+    logging step, has a finite loss. If FiniteUpdates has skipped no update since, the next save
+    replaces before-last.ckpt by last.ckpt. If the run ends because of a non-finite loss or
+    gradient, before-last.ckpt replaces last.ckpt, because the update before that may have ruined
+    the weights.
 
     Args:
         folder: folder of the file.

@@ -135,7 +135,7 @@ def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[Call
         value = next(remaining, "--") if value is None else value
         if value.startswith("--"):
             raise ValueError(f"{option} needs a value: {option}=VALUE.")
-        if name == last_added and argument:  # set at once, as the argument may be required
+        if name == last_added and argument:  # set at once, because it may be required
             others.append(f"--trainer.callbacks.{argument}={value}")
         else:
             by_name.append((name, argument, value))

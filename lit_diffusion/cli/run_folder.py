@@ -1,4 +1,4 @@
-"""The run folder, in which a command reads and writes; determined before the classes are built.
+"""Find the run folder of a command, in which it reads and writes, before classes are built.
 
 docs/runs.md lists its files.
 """
@@ -162,7 +162,7 @@ def read_config(config: str | Path) -> Any:
     """Content of a config; {} for a missing file, which the config parser will report.
 
     In a config that a run wrote, paths in the run folder are replaced by paths in the folder of the
-    config, as the run may have been moved.
+    config, because the run may have been moved.
     """
     if os.path.isdir(config):
         fix = f"name a file in it, such as {os.path.join(config, 'config.yaml')}"
@@ -190,7 +190,7 @@ def _is_run_config(config: str | Path) -> bool:
 
 
 def model_settings(request: Request) -> list[Any]:
-    """What the configs and options of a command line set of the model, as nested dictionaries.
+    """Settings of the model in the configs and options of a command line, as nested dicts.
 
     The settings in its checkpoint and its run folder are not among them.
     """

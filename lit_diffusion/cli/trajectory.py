@@ -66,8 +66,8 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
     module: Any = generator.loaded.module
     if not hasattr(module, "watch"):
         raise ValueError(
-            f"--trajectory needs a module that tells its `watch` of each step, as DiffusionModule "
-            f"does; {type(module).__name__} has none."
+            f"--trajectory needs a module that calls its `watch` at each step, such as "
+            f"DiffusionModule, got {type(module).__name__}; leave out --trajectory."
         )
     module.watch = trajectory = Trajectory(module)
     try:

@@ -10,8 +10,8 @@ from jsonargparse._typehints import ActionTypeHint
 def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     """Remove the arguments of `previous`, in place, if `spec` names another class.
 
-    jsonargparse alone would keep those that the new class has too, so that a grid chosen for one
-    solver would be used by the next. A class may be named by several paths.
+    jsonargparse alone would keep arguments that the new class has too, so a grid chosen for one
+    solver would be used by the next. Several paths may name the same class.
 
     Args:
         previous: class path and arguments so far, or None.
@@ -43,7 +43,7 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
         return None
     return (
         f"{new.rpartition('.')[2]} replaces {old.rpartition('.')[2]}, whose {', '.join(lost)} no "
-        f"longer {'holds' if len(lost) == 1 else 'hold'}; give again what should stay."
+        f"longer {'applies' if len(lost) == 1 else 'apply'}; set again what should stay."
     )
 
 

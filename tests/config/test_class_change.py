@@ -68,5 +68,5 @@ def test_a_line_names_what_the_new_class_has_too(tmp_path, capsys):
     specs = [SOLVER, spec("Heun", steps=18), spec("Heun", steps=9), SOLVER | {"class_path": "DDIM"}]
     build(Solver, specs, True, tmp_path)
     assert [line.split(";")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "Heun replaces DPMSolverPP, whose clip=False, times=LogSNR(noisiest=-10.0) no longer hold"
+        "Heun replaces DPMSolverPP, whose clip=False, times=LogSNR(noisiest=-10.0) no longer apply"
     ]

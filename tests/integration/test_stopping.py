@@ -79,7 +79,7 @@ def test_a_fit_that_is_stopped_without_a_checkpoint_says_so():
     options = "--trainer.enable_checkpointing=false"
     ended, stderr = stopped(signal.SIGTERM, Path("runs/digits/metrics.csv"), options)
     assert ended == 143, stderr
-    assert f"There is no {LAST} to go on from: " in stderr
+    assert f"There is no {LAST} to resume from: " in stderr
     assert stderr.strip().endswith(" steps are lost.")
 
 

@@ -272,7 +272,7 @@ OK, NOTE, WARNING, PROBLEM = Level.OK, Level.NOTE, Level.WARNING, Level.PROBLEM
         ("intervals", {"callbacks": [PowerEMA(snapshot_every_n_steps=2001)]}, WARNING, "2,001"),
         ("intervals", {"callbacks": [ModelCheckpoint(every_n_train_steps=5000)]}, WARNING, "5,000"),
         ("intervals", {"validation_interval": 2001}, WARNING, "val_check_interval"),
-        ("intervals", {"start_step": 1600, "validation_interval": 750}, WARNING, "the 400 remaining steps"),
+        ("intervals", {"start_step": 1600, "validation_interval": 750}, WARNING, "400 remaining"),
         ("lr", schedule(WarmupConstant, 401), WARNING, "1 to 10% is usual"),
         ("lr", schedule(WarmupConstant, 2000), PROBLEM, "shorten"),
         ("ema", averaged(0.99, True, 2000), OK, "69 steps, 3.4%"),
