@@ -187,7 +187,10 @@ class FiniteUpdates(pl.Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the device skip updates if it can; optimizers were restored before this hook."""
+        """Let the device skip updates, if all optimizers support it.
+
+        This hook runs after the optimizers were restored from a checkpoint.
+        """
         self._hooks = [
             torch_modules.register_module_module_registration_hook(self._forget_modules),
             torch_modules.register_module_buffer_registration_hook(self._forget_modules),

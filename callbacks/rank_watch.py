@@ -1,8 +1,8 @@
 """End all ranks when one of them fails, is killed or hangs, with a message that names it.
 
 A thread of each rank writes heartbeats into the store of the process group. Rank 0 reads the
-heartbeats of all ranks. If a rank has failed, rank 0 writes its name into its own heartbeat, which
-all ranks read.
+heartbeats of all ranks. If a rank has failed, rank 0 puts a message that names this rank into its
+own heartbeat, which all ranks read.
 """
 
 import json

@@ -106,7 +106,7 @@ class Requirements:
         return self.find_mismatch(mode, side)
 
     def find_mismatch(self, mode: str, side: int) -> str | None:
-        """Describe what does not fit in an image's mode or shorter side (in pixels), or None."""
+        """Describe why an image of this mode and shorter side (in pixels) is unusable, or None."""
         expected = IMAGE_MODES[self.channels]
         if mode not in ({expected} if self.strict else CONVERTIBLE_MODES):
             return f"has mode {mode}, not {expected}"
