@@ -60,9 +60,8 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages whose source is no Markdown file of docs/."""
     for uri, source in OUTSIDE.items():
         files.append(File.generated(config, uri, content=(ROOT / source).read_text()))
-    for name in ("site.css",):
-        path = str(Path(__file__).parent / name)
-        files.append(File.generated(config, name, abs_src_path=path))
+    style = str(Path(__file__).parent / "site.css")
+    files.append(File.generated(config, "site.css", abs_src_path=style))
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         files.remove(file)
         for uri, content in notebooks.convert(file.src_uri, file.content_string).items():
