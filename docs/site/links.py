@@ -39,7 +39,7 @@ class RepositoryLinks(Extension):
         md.treeprocessors.register(_Rewriter(md, self), "repository-links", 5)
 
     def rewrite(self, url: str) -> str:
-        """The link as the site needs it. REPOSITORY:path is a file where the repository is hosted."""
+        """The link as the site needs it; REPOSITORY:path is a file at the repository's host."""
         if url.startswith("REPOSITORY:"):
             return f"{self.repository}/blob/main/{url.removeprefix('REPOSITORY:')}"
         parts = urlsplit(url)
