@@ -58,7 +58,7 @@ class RankWatch(Callback):
             self._watch = _Watch(trainer, self.timeout)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Stop watching, since this rank is done."""
+        """Stop watching, because this rank is done."""
         if self._watch is not None:
             self._watch.leave("ended")
             self._watch = None

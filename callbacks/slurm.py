@@ -52,10 +52,10 @@ def requeue_job(job: str, number: signal.Signals) -> str:
         return f"SLURM job {job} could not be asked for: {_error(status)}"
     if states != {"RUNNING"}:
         listed = ", ".join(sorted(states))
-        return f"SLURM job {job} is not requeued, as it is not running: {listed}"
+        return f"SLURM job {job} is not requeued, because it is not running: {listed}"
     preempted = set(re.findall(r"\bPreemptTime=(\S+)", status.stdout)) - {"None"}
     if number == signal.SIGTERM and not preempted:
-        return f"SLURM job {job} is not requeued, as SIGTERM came from elsewhere"
+        return f"SLURM job {job} is not requeued, because SLURM did not send the SIGTERM"
     result = _run(["scontrol", "requeue", job])
     if result.returncode:
         return f"SLURM job {job} could not be requeued: {_error(result)}"

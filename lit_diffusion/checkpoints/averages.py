@@ -125,7 +125,7 @@ def _named_states(
                 check_averages(state)
             except ValueError as error:
                 raise ValueError(
-                    f"{path} is damaged: the state of {key} in it holds no averages, as {error}."
+                    f"{path} is damaged: the state of {key} in it holds no averages: {error}."
                 ) from None
             if state:
                 states.append(([f"{prefix}_{decay:g}" for decay in state["decays"]], state))

@@ -34,7 +34,7 @@ FETCH_HINT = (
 )
 
 GRID = 8
-"""Height and width to which `Pixels` averages an image, as UCI's digits were from 32x32."""
+"""Height and width to which `Pixels` averages an image, as in UCI's digits, from 32x32."""
 
 
 @runtime_checkable
@@ -318,7 +318,7 @@ class Pixels:
         return hashlib.sha256(f"{self.resize}, {self.channels}".encode()).hexdigest()
 
     def check(self) -> None:
-        """No-op, as there is no weight file."""
+        """Do nothing, because there is no weight file."""
 
     def build(self) -> nn.Module:
         """A module that maps images uint8 (N, channels, H, W) to features (N, 64 channels)."""
@@ -357,7 +357,7 @@ class RandomCNN:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """No-op, as there is no weight file."""
+        """Do nothing, because there is no weight file."""
 
     def build(self) -> nn.Module:
         """A module that maps images uint8 (N, channels, H, W) to features (N, 64)."""

@@ -26,7 +26,7 @@ LABEL_KEYS = ("label", "labels", "class", "class_label", "cls", "target", "y")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 OVERVIEWS = ("grid.png", "trajectory.png")
-"""Files that `lit-diffusion sample` writes beside the samples. They are not samples."""
+"""Names of files that `lit-diffusion sample` writes next to the samples; they are no samples."""
 
 
 def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> Tensor:

@@ -157,7 +157,7 @@ class VAECodec:
 
     @torch.no_grad()
     def _in_batches(self, function: Any, whole: Tensor) -> Tensor:
-        """Apply `function` to batches of `whole`, in float32 whatever the Trainer's precision."""
+        """Apply `function` to batches of `whole`, in float32 under any precision of the Trainer."""
         with torch.autocast(whole.device.type, enabled=False):
             return torch.cat([function(part) for part in torch.split(whole, self.batch_size)])
 

@@ -45,7 +45,7 @@ def test_a_running_job_is_requeued(program, tmp_path, number, state):
     [
         ("SIGTERM", "JobState=CANCELLED", "not running: CANCELLED"),
         ("SIGUSR1", "JobState=TIMEOUT", "not running: TIMEOUT"),
-        ("SIGTERM", RUNNING, "SIGTERM came from elsewhere"),
+        ("SIGTERM", RUNNING, "did not send the SIGTERM"),
     ],
 )
 def test_what_somebody_ended_stays_ended(program, tmp_path, number, state, why):

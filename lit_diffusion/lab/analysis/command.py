@@ -18,8 +18,8 @@ from lit_diffusion.cli.options import (
 )
 from lit_diffusion.signals import raise_on_signals
 
-HELP = """Analyze checkpoints: of diffusion models, of GANs, of any LightningModule with `generate`
-or `per_sample_loss`.
+HELP = """Analyze checkpoints of diffusion models, of GANs, or of any LightningModule with
+`generate` or `per_sample_loss`.
 
     lit-diffusion analyze consistency runs/a runs/b runs/c --out consistency
     lit-diffusion analyze interpolate runs/a runs/b --align --out line
@@ -27,24 +27,26 @@ or `per_sample_loss`.
     lit-diffusion analyze landscape runs/a --path runs/a/checkpoints/epoch=*.ckpt --out way
     lit-diffusion analyze hessian runs/a --levels 0.1,0.5,0.9 --out spectrum
 
-Each writes arrays (.npz), numbers (.json) and a picture to OUT, and prints its cost before it
-starts. A call that is stopped keeps what it has; the same command goes on. Processes that
-torchrun or srun starts share the work."""
+Each analysis writes arrays (.npz), numbers (.json) and a figure (.png) to OUT. It prints the
+expected time before it starts. To continue a stopped analysis, run the same command again.
+Processes of torchrun or srun share the work."""
 
 
 DESCRIPTIONS = {
-    "consistency": """Whether models make the same images of the same seeds: PSNR, beside that of
-other seeds, and of the training images nearest to the samples.""",
-    "interpolate": "Losses on the line between two checkpoints.",
-    "landscape": """Losses on a plane through a checkpoint: along two random directions, normalized
-filter by filter, the same for all checkpoints of one --seed; or through the way of a run.""",
-    "hessian": "Eigenvalues of the Hessian of each loss, by stochastic Lanczos quadrature.",
+    "consistency": """Measure whether models generate the same images from the same seeds. The PSNR
+is compared with that of different seeds, and with that of the nearest training images.""",
+    "interpolate": "Compute losses on the line between two checkpoints.",
+    "landscape": """Compute losses on a plane through a checkpoint. The plane has two random
+directions, normalized filter by filter, which are equal for equal --seed. With --path, it is the
+plane of a run's trajectory.""",
+    "hessian": """Estimate the eigenvalues of the Hessian of each loss, by stochastic Lanczos
+quadrature.""",
 }
 
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """Options common to all analyses, named as on the command line.
+    """Options that all analyses have, with the names of the command line.
 
     Attributes:
         settings: all options that affect the results, by name.
@@ -68,7 +70,7 @@ def run(argv: Sequence[str]) -> None:
     if name not in DESCRIPTIONS:
         Parser("analyze", HELP).parse_args([arg for arg in argv[1:] if arg in ("-h", "--help")])
         listed = ", ".join(DESCRIPTIONS)
-        raise ValueError(f"say {listed} first, got {' '.join(argv[1:]) or 'nothing'}.")
+        raise ValueError(f"pass one of {listed} first, got {' '.join(argv[1:]) or 'nothing'}.")
     values = vars(build_parser(name).parse_args(argv[2:]))
     without_effect = ("out", "device", "trust", "batch_size")
     values["settings"] = {key: values[key] for key in values if key not in without_effect}
@@ -104,31 +106,31 @@ def build_parser(name: str) -> Parser:
     add_data(parser)
     add_trust(parser, "the checkpoints and configs")
     if name == "consistency":
-        add("checkpoints", nargs="+", metavar="C", help="two or more")
+        add("checkpoints", nargs="+", metavar="C", help="two or more checkpoints")
         add("--num", type=integer, default=32, help="number of seeds (default 32)")
         add("--seed", type=integer, default=0, help="first seed (default 0)")
-        add("--extractor", help="of features (default: that of the first run)")
+        add("--extractor", help="extractor of features (default: that of the first run)")
         add("--batch-size", type=integer, default=64, metavar="B", help="default 64")
         return parser
-    add("--images", type=integer, default=256, help="training images (default 256)")
-    text = "noise levels in [0, 1], of which 1 is the noisiest (default 0.1,0.5,0.9)"
+    add("--images", type=integer, default=256, help="number of training images (default 256)")
+    text = "noise levels in [0, 1], where 1 is the noisiest (default 0.1,0.5,0.9)"
     add("--levels", type=numbers, default=[0.1, 0.5, 0.9], help=text)
     if name == "interpolate":
         add("first", metavar="A", help="checkpoint at alpha = 1")
         add("second", metavar="B", help="checkpoint at alpha = 0")
-        add("--points", type=integer, default=51, help="on the line (default 51)")
-        add("--align", action="store_true", help="once more with B's hidden features in A's order")
+        add("--points", type=integer, default=51, help="points on the line (default 51)")
+        add("--align", action="store_true", help="repeat with B's hidden features in A's order")
     elif name == "landscape":
-        add("checkpoint", metavar="C", help="at the center")
-        add("--points", type=integer, default=21, help="along each side (default 21)")
-        text = "how far, in lengths of filters; not with --path (default 1)"
+        add("checkpoint", metavar="C", help="checkpoint at the center")
+        add("--points", type=integer, default=21, help="points along each side (default 21)")
+        text = "half of a side, in lengths of filters; not with --path (default 1)"
         add("--span", type=number, default=1.0, help=text)
-        add("--seed", type=integer, default=0, help="of the directions (default 0)")
-        text = "checkpoints of the run of C, in order: the plane is theirs, and shows their way"
+        add("--seed", type=integer, default=0, help="seed of the directions (default 0)")
+        text = "checkpoints of the run of C, in order, which define the plane and are drawn in it"
         add("--path", nargs="+", metavar="C", help=text)
     else:
-        add("checkpoint", metavar="C", help="whose weights are analyzed")
-        add("--steps", type=integer, default=80, help="of Lanczos (default 80)")
-        add("--vectors", type=integer, default=4, help="random starts (default 4)")
-        add("--kinks", action="store_true", help="go on if gradients jump, as with ReLU")
+        add("checkpoint", metavar="C", help="checkpoint to analyze")
+        add("--steps", type=integer, default=80, help="steps of Lanczos (default 80)")
+        add("--vectors", type=integer, default=4, help="number of random starts (default 4)")
+        add("--kinks", action="store_true", help="continue if gradients jump, as with ReLU")
     return parser

@@ -348,4 +348,4 @@ def check_second_derivative(
         difference = f"the Hessian of {name} is {error:.0%} off the difference of gradients"
         if not allows_jumps or math.isnan(error):
             raise ValueError(f"{difference}: {rule}.")
-        print_error(f"{difference}, as gradients jump.")
+        print_error(f"{difference}, because gradients jump.")

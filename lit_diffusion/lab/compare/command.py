@@ -7,34 +7,36 @@ from lit_diffusion.cli.options import Parser, number, require_lab
 
 
 def parser() -> Parser:
-    """Options of the command."""
+    """Build the parser of the command."""
     parser = Parser(
         "compare",
-        """Compare ways to train by the steps that they need to a target FID, over several seeds.
+        """Compare ways to train by the steps that they need to reach a target FID, over seeds.
 
     lit-diffusion compare runs/digits-sweep --out report
     lit-diffusion compare runs/plain-seed0 runs/plain-seed1 runs/clts-seed0 runs/clts-seed1
     lit-diffusion compare numbers.csv --baseline GD --target 6.04
 
-A RUN is a run folder, or a folder with run folders anywhere below it. An arm is one way to train:
-folders <arm>/seed-<n> or <arm>-seed<n> are its seeds; any other run folder is an arm of its own.
-Each arm is compared with the baseline by Welch's t test on log steps: for a claim, have five seeds
-or more.
+A RUN is a run folder, or a folder with run folders anywhere below it. An arm is one way to train.
+The folders <arm>/seed-<n> or <arm>-seed<n> are its seeds. Any other run folder is an arm of its
+own. Each arm is compared with the baseline by Welch's t test on log steps. Use five seeds or more
+before you claim a speed-up.
 
-FIDs of another protocol than the baseline's, runs without FID, runs that were cut short and runs
-with a broken file take no part, and the report names them. A CSV file with the columns arm, step
-and fid (and seed, images, repeat) holds numbers from elsewhere, whose protocol is not known.
+The report leaves out, and names, runs whose FID has another protocol than the baseline's, runs
+without FID, runs that were cut short, and runs with a broken file. To compare numbers of other
+programs, pass a CSV file with the columns arm, step and fid (and seed, images, repeat).
 
-Where the runs have scores of `evaluate --ema`, the last FIDs are compared at each arm's own best
-width of the average, too.
+If the runs have scores of `evaluate --ema`, the last FIDs are also compared at the best width of
+the average of each arm.
 
-Open DIR/report.html; beside it are report.md, the figures as PNG and the numbers as CSV.""",
+Open DIR/report.html. The same folder has report.md, the figures as PNG and the numbers as CSV.""",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or CSV files")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these (default: all)")
-    parser.add_argument("--out", default="report", metavar="DIR", help="default report")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these arms (default: all)")
     parser.add_argument(
-        "--baseline", metavar="ARM", help="default: the arm called baseline, else the first"
+        "--out", default="report", metavar="DIR", help="folder of the report (default report)"
+    )
+    parser.add_argument(
+        "--baseline", metavar="ARM", help='default: the arm "baseline", else the first arm'
     )
     parser.add_argument(
         "--target",
@@ -45,7 +47,7 @@ Open DIR/report.html; beside it are report.md, the figures as PNG and the number
     parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="such as val/fid_360, where the runs have several, or a loss in metrics.csv: val/loss",
+        help="metric, such as val/fid_360 if runs have several FIDs, or a loss such as val/loss",
     )
     return parser
 

@@ -118,9 +118,9 @@ def compare(
     """Compare arms with a baseline by the steps that they need to a target FID.
 
     The default target is the lowest FID that every seed of the baseline reached. The baseline's
-    mean final FID would be a worse target, as half of its seeds miss it. In simulations, intervals
-    for the default target cover the true ratio in 95% of cases. Intervals for the mean do not, and
-    are biased towards 1.
+    mean final FID would be a worse target, because half of its seeds miss it. In simulations,
+    intervals for the default target cover the true ratio in 95% of cases. Intervals for the mean
+    cover it less often, and are biased towards 1.
 
     Args:
         arms: arms to compare, including the baseline.

@@ -41,16 +41,17 @@ from lit_diffusion.lab.compare.tables import (
 T = TypeVar("T")
 
 METHOD = """\
-Steps to the target: where the running minimum of FID first reaches it, with log FID interpolated
-linearly between evaluations. The target, unless given, is the lowest FID that every seed of the
-baseline reached. Speed-up: the baseline's steps over the arm's, geometric means over training
-seeds, with the 95% interval of Welch's t test on log steps. If a seed of an arm never reached the
-target, its steps are a bound (>), and its speed-up is to the lowest FID that all seeds of both
-arms reached. Faster and slower: p < 0.05 after Holm's correction for the number of arms tested. A
-faster arm wins if all its seeds reach the target and its median seed ends no higher than the
-baseline's. An arm that misses the target in every seed without a difference in speed is tested by
-its last FID as well (Welch on log FID, times the number of arms): it may end worse. Intervals are
-not corrected, nor is the best of many arms for being picked: expect less of it on fresh seeds."""
+Steps to the target: the step at which the running minimum of FID first reaches the target. Log FID
+is interpolated linearly between evaluations. The default target is the lowest FID that every seed
+of the baseline reached. Speed-up: the baseline's steps divided by the arm's steps, both as
+geometric means over training seeds, with the 95% interval of Welch's t test on log steps. If a seed
+of an arm never reached the target, its steps are a bound (>). Its speed-up is then measured to the
+lowest FID that all seeds of both arms reached. Faster and slower: p < 0.05 after Holm's correction
+for the number of arms tested. A faster arm wins if all its seeds reach the target and its median
+seed ends no higher than the baseline's. If an arm misses the target in every seed and shows no
+difference in speed, its last FID is tested as well (Welch on log FID, Bonferroni for the number of
+arms), and it may end worse. Intervals are not corrected for the number of arms. The best of many
+arms looks better than it is, because it was selected: expect less of it with new seeds."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ _REPLACED_SETTINGS = (
 
 
 def parser() -> Parser:
-    """Options of the command."""
+    """Build the parser of the command."""
     parser = Parser(
         "sweep",
         """Train every arm of an experiment with every seed, and compare them.
@@ -65,32 +65,33 @@ def parser() -> Parser:
     lit-diffusion sweep CONFIG --arms configs/arms/*.yaml --seeds 0,1,2 --jobs 2
     lit-diffusion sweep CONFIG --arms md.yaml clts.yaml md.yaml+clts.yaml --trainer.max_steps=500
 
-CONFIG is one config, or several, as those of fit. An arm is CONFIG with one or more further
-configs, joined by +; its name is theirs. CONFIG alone is the arm baseline; an arm with the settings
-of one before it is left out. Each run is an ordinary `lit-diffusion fit` into OUT/<arm>/seed-<n>,
-with its output in fit.log there; options that are not listed below go to every fit. All arms of the
-first seed come first, so that a sweep that is cut short can be compared.
+CONFIG is one or more configs, as for fit. An arm is CONFIG with further configs, joined by +, after
+which it is named. CONFIG alone is the arm "baseline". An arm with the same settings as an earlier
+one is left out. Each run is an ordinary `lit-diffusion fit` into OUT/<arm>/seed-<n>, with its
+output in fit.log there. Options that are not listed below are passed to every fit. All arms of the
+first seed run first, so that a sweep that is cut short can be compared.
 
-The same command goes on where it was stopped: finished runs are left alone, others resume from
-their last checkpoint, or start over where there is none yet; those that another process runs are
-waited for. At the end, or at any time: `lit-diffusion compare OUT --out OUT/report`.
+To continue a stopped sweep, run the same command again. Finished runs are skipped. Others resume
+from their last checkpoint, or start again if they have none. The command waits for runs of other
+processes. To compare the runs, at the end or at any time, run
+`lit-diffusion compare OUT --out OUT/report`.
 
-On a cluster, each line of --print is an array task, which resumes when it is requeued:
+On a cluster, use each line of --print as an array task, which resumes when it is requeued:
 
     lit-diffusion sweep CONFIG --arms ... --print > commands
     sbatch --array=1-$(wc -l < commands) configs/cluster/array.sbatch commands""",
     )
     add = parser.add_argument
-    # One list, in the order of the command line, as later configs win.
+    # One list, in the order of the command line, because later configs win.
     text = "configs of the experiment"
     add("configs", nargs="*", action="extend", default=[], metavar="CONFIG", help=text)
     add("-c", "--config", dest="configs", action="append", metavar="CONFIG", help="same as CONFIG")
-    text = "configs that are added to CONFIG, a run each (default: the baseline alone)"
+    text = "configs to add to CONFIG, one arm for each (default: the baseline alone)"
     add("--arms", nargs="+", default=[], metavar="ARM", help=text)
     add("--seeds", type=integers, default=[0, 1, 2], metavar="0,1,2", help="default 0,1,2")
-    add("--jobs", type=integer, default=1, metavar="N", help="runs at a time (default 1)")
-    add("--out", metavar="DIR", help="default runs/<name of CONFIG>-sweep")
-    add("--print", action="store_true", help="print the commands, one a line, and run nothing")
+    add("--jobs", type=integer, default=1, metavar="N", help="number of parallel runs (default 1)")
+    add("--out", metavar="DIR", help="folder of the sweep (default runs/<name of CONFIG>-sweep)")
+    add("--print", action="store_true", help="print one command per line, and run nothing")
     return parser
 
 
@@ -316,7 +317,7 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
     if rest := sorted(folder.rglob("*.ckpt")):
         raise ValueError(f"{folder} has {rest[0].name}, but no {LAST}: move or delete that folder.")
     # A killed fit may have some rows before its first checkpoint. With more its checkpoint was
-    # deleted; a GAN may even be finished, as rows count batches, and steps both optimizers.
+    # deleted. A GAN may even be finished, because rows count batches, but steps both optimizers.
     evaluated, batches = _last_evaluation(folder), _logged_batches(folder)
     step = max(evaluated, batches if batches > 2 * FIRST_SAVE else 0)
     if 0 < step < settings["trainer"]["max_steps"]:

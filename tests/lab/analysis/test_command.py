@@ -182,7 +182,7 @@ def test_a_step_of_lanczos_gives_the_curvature_along_a_vector():
 @pytest.mark.parametrize(
     ("command", "rule"),
     [
-        ("spectrum runs/a", "say consistency, interpolate, landscape, hessian first"),
+        ("spectrum runs/a", "pass one of consistency, interpolate, landscape, hessian first"),
         ("consistency a", "pass at least two models and two seeds, got 1 and 32"),
         ("consistency a nowhere", "nowhere"),
         ("landscape a --span nan", "--span: must be a finite number, got nan"),
