@@ -41,8 +41,11 @@ if _HAS_DISTRIBUTED:
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor, distribute_tensor
     except ImportError:  # before torch 2.6
-        from torch.distributed._composable.fsdp import FSDPModule
-        from torch.distributed._tensor import DTensor, distribute_tensor
+        from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined]
+        from torch.distributed._tensor import (  # type: ignore[attr-defined]
+            DTensor,
+            distribute_tensor,
+        )
 
 T = TypeVar("T")
 

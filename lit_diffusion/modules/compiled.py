@@ -76,7 +76,7 @@ def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = Fals
 _backward_as_eager = torch._functorch.config.patch({"backward_pass_autocast": "off"})
 
 
-@_backward_as_eager
+@_backward_as_eager  # type: ignore[untyped-decorator]
 def run_compiled(
     network: nn.Module, mode: CompileMode, x: Tensor, noise_label: Tensor, condition: Condition
 ) -> Tensor:
@@ -95,7 +95,7 @@ def run_compiled(
     return output if mode == "default" else output.clone()
 
 
-@_backward_as_eager
+@_backward_as_eager  # type: ignore[untyped-decorator]
 def run_compiled_loss(
     loss: Loss,
     weighted_error: Tensor,

@@ -316,7 +316,8 @@ class DiffusionModule(LightningModule):
         inputs = (weight.to(error.dtype) * error, prediction, self.process, self.parameterization)
         if self._compile_mode is None or not self.training:
             return self.loss.per_sample(*inputs)
-        return compiled.run_compiled_loss(self.loss, *inputs)
+        losses: Tensor = compiled.run_compiled_loss(self.loss, *inputs)
+        return losses
 
     def _run_network(
         self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition
