@@ -306,7 +306,7 @@ def run_files() -> Iterator[Case]:
     commands = {"evaluations.jsonl": RESUME, "metrics.csv": RESUME, "config.yaml": VALIDATE}
     for name, command in commands.items():
         for label, spoil in no_files(RUN / name).items():
-            pattern = rf"{name.replace('.', '[.]')}|--config|pass the run's config"
+            pattern = rf"{name.replace('.', '[.]')}|--config|add the config of the run"
             fine = label == "a link to nothing"
             yield Case(f"run-{name}-{label}", spoil, command, pattern, harmless=fine)
     for label, spoil in no_files(RUN / CLAIM).items():
