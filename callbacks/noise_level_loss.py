@@ -34,7 +34,8 @@ class NoiseLevelLoss(PeriodicEvaluation):
             used in full.
         every_n_steps: None measures held-out images after every validation, with the weights that
             were validated. A number n measures training images after every n optimizer steps, with
-            averaged weights if a callback provides them. It logs to the loggers only.
+            averaged weights if a callback provides them. Losses of training images go to the
+            loggers only, and not to `trainer.callback_metrics`.
         images: where the images of a batch are: an index, a key, or a function of the batch. None
             uses the batch itself, its first part, or the one image tensor of a dictionary. Images
             are passed to the module's codec unchanged. Labels are the second part of a tuple.

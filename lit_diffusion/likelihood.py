@@ -65,8 +65,8 @@ def bits_per_dim(
         process: forward process. At its noisiest time x_t should be close to the prior.
         x0: (B, C, H, W) 8-bit images in [-1, 1].
         variance: variance of the reverse steps.
-        times: grid of the reverse steps. With fewer steps than the process has, the bound is a
-            different and looser one.
+        times: grid of the reverse steps. A grid with fewer steps than the process gives another,
+            looser bound.
         steps: number of terms.
         randn_like: source of noise.
         clip: whether x0 is clamped to [-1, 1] in the model's mean.

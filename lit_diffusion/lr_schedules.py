@@ -116,7 +116,7 @@ class WarmupLinear(WarmupConstant):
         self.total_steps = total_steps
 
     def decay(self, done: float) -> float:
-        """Shape of the decay: falls from 1 to 0 while `done`, its completed part, rises to 1."""
+        """Part of the decay that is left, from 1 to 0, if the fraction `done` is completed."""
         return 1 - done
 
 

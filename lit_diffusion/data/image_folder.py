@@ -187,7 +187,7 @@ class FileImages(CroppedImages):
         return len(self.listing.names)
 
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
-        """Images at `index` of the split, lazily decoded, in mode `mode`; and labels (B,)."""
+        """Return the images at `index` of the split, decoded lazily, and their labels (B,)."""
         images = (self._decode(self.listing.path(i)) for i in index)
         return images, self.listing.labels[torch.tensor(index)]
 

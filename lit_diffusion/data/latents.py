@@ -30,16 +30,27 @@ MAX_SHARDS = 10**6
 
 @dataclass(frozen=True)
 class LatentIndex:
-    """Content of a complete folder of latents."""
+    """Content of a complete folder of latents.
 
-    num: int  # number of images
-    image_shape: tuple[int, int, int]  # (C, H, W) of each image, in pixels
-    classes: tuple[str, ...]  # names of the labels
-    shard_size: int  # images in a shard; the last shard has the rest
-    vae: str  # name of the VAE's folder
-    vae_sha256: str  # SHA-256 of the VAE's weights
-    images: str  # fingerprint of the folder of images
-    flips: bool  # whether there are also shards of the mirrored images
+    Attributes:
+        num: number of images.
+        image_shape: (C, H, W) of each image, in pixels.
+        classes: names of the labels.
+        shard_size: images in a shard; the last shard has the rest.
+        vae: name of the VAE's folder.
+        vae_sha256: SHA-256 of the VAE's weights.
+        images: fingerprint of the folder of images.
+        flips: whether there are also shards of the mirrored images.
+    """
+
+    num: int
+    image_shape: tuple[int, int, int]
+    classes: tuple[str, ...]
+    shard_size: int
+    vae: str
+    vae_sha256: str
+    images: str
+    flips: bool
 
     @classmethod
     def read(cls, folder: Path) -> "LatentIndex":

@@ -113,7 +113,7 @@ class StreamedDataset(CroppedImages):
         return len(self.rows)
 
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
-        """Images at `index` of the split, lazily decoded, in mode `mode`; and labels (B,)."""
+        """Return the images at `index` of the split, decoded lazily, and their labels (B,)."""
         sample_numbers = self.rows[torch.tensor(index)].tolist()
         names = [f"Sample {number} of {self.url}" for number in sample_numbers]
         chunked_set = open_set(self.url, os.getpid())

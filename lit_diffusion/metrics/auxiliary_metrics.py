@@ -62,8 +62,8 @@ class AuxiliaryMetrics:
         comparisons: the distances to measure. The first is the FID.
         memorization: the features (N, F) of the training images, and the median distance from a
             held-out image to its nearest training image. About half of new samples, and all copies,
-            are within this distance. None if there are no two splits, and on all processes except
-            the first.
+            are within this distance. None if the data do not have two splits, and on all processes
+            except the first.
         num_samples: number of samples in an evaluation.
     """
 

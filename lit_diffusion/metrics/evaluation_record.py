@@ -29,32 +29,55 @@ _RESULT_FIELDS = {
 class FIDRecord:
     """One evaluation with its full protocol, as plain builtins: a line of evaluations.jsonl.
 
-    The comments in the source describe the fields.
+    Attributes:
+        metric: logged name, which ends in the number of samples.
+        value: the FID; None if samples were not finite.
+        step: optimizer steps completed.
+        images: training images so far on all processes; None if unknown.
+        num_fake: number of generated samples.
+        num_real: number of reference images.
+        reference: split or path of the reference images.
+        data: fingerprint of the reference images' pixels.
+        protocol: name of the FID protocol.
+        extractor_sha256: SHA-256 of the extractor's weights.
+        resize: description of how images are resized before the extractor.
+        weights: name of the weights that generated the samples, such as "ema" or "raw".
+        ema_decay: decay of the average per optimizer step; None if there is no single decay.
+        seeds: first seed (0 except in repeats), and one past the last.
+        labels: rule by which labels follow from seeds; None for unconditional sampling.
+        sampling: solver, steps, guidance and other settings from `module.sampling_record()`.
+        floor: FID of real images in place of samples, mean over draws.
+        floor_sd: standard deviation of the floor over draws; None for a single draw.
+        floor_images: description of the real images that the floor uses.
+        non_finite: number of samples that are NaN or infinite.
+        non_finite_seeds: seeds of the first of these samples.
+        second_look: auxiliary metrics by name.
+        seconds: `EvaluationClock.seconds` of the first process.
     """
 
-    metric: str  # logged name, which ends in the number of samples
-    value: float | None  # the FID; None where samples were not finite
-    step: int  # optimizer steps completed
-    images: int | None  # training images so far on all processes; None if unknown
-    num_fake: int  # number of generated samples
-    num_real: int  # number of reference images
-    reference: str  # split or path of the reference images
-    data: str  # fingerprint of the reference images' pixels
-    protocol: str  # name of the FID protocol
-    extractor_sha256: str  # SHA-256 of the extractor's weights
-    resize: str  # how images are resized before the extractor, in words
-    weights: str  # name of the weights that generated the samples: ema, raw, ...
-    ema_decay: float | None = None  # per optimizer step; None if there is no single decay
-    seeds: tuple[int, int]  # first seed (0 except in repeats), and one past the last
-    labels: str | None  # how labels follow from seeds; None for unconditional sampling
-    sampling: dict[str, Any]  # solver, steps, guidance, ... from module.sampling_record()
-    floor: float  # FID of real images in place of samples, mean over draws
-    floor_sd: float | None = None  # standard deviation over draws; None for a single draw
-    floor_images: str  # which real images the floor uses, in words
-    non_finite: int  # number of samples that are NaN or infinite
-    non_finite_seeds: list[int]  # seeds of the first of these samples
-    second_look: dict[str, float | None] = field(default_factory=dict)  # auxiliary metrics
-    seconds: dict[str, float]  # `EvaluationClock.seconds` of the first process
+    metric: str
+    value: float | None
+    step: int
+    images: int | None
+    num_fake: int
+    num_real: int
+    reference: str
+    data: str
+    protocol: str
+    extractor_sha256: str
+    resize: str
+    weights: str
+    ema_decay: float | None = None
+    seeds: tuple[int, int]
+    labels: str | None
+    sampling: dict[str, Any]
+    floor: float
+    floor_sd: float | None = None
+    floor_images: str
+    non_finite: int
+    non_finite_seeds: list[int]
+    second_look: dict[str, float | None] = field(default_factory=dict)
+    seconds: dict[str, float]
 
 
 def is_repeat(record: Mapping[str, Any]) -> bool:

@@ -213,7 +213,8 @@ class BigGANDiscriminator(nn.Module):
         attention_at: side of the feature maps with attention; 0 disables it.
 
     Raises:
-        ValueError: if no block halves, or no halving block has an output of side `attention_at`.
+        ValueError: if no block halves the resolution, or if no such block has an output of side
+            `attention_at`.
 
     Example:
         >>> network = BigGANDiscriminator(10, 3, (4, 4, 4, 4), 8, unhalved=2, attention_at=0)
