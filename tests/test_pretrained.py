@@ -1,6 +1,8 @@
 """The models that ship with the package, and exported folders in place of checkpoints."""
 
 import json
+import os
+import random
 import re
 import shutil
 from pathlib import Path
@@ -270,3 +272,42 @@ def test_only_the_weights_of_the_loss_may_be_missing(folder):
     write_checkpoint(content, Path("x.ckpt"))
     export("x.ckpt", "out", "raw")
     assert torch.equal(load("out", "raw").generate([0]), module.generate([0]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_folder_is_loaded_or_refused_with_its_name(exported, seed):
+    """Bytes of the record are changed or deleted, or those of the weights."""
+    draw = random.Random(seed)
+    for file in (Path("out", RECORD), Path("out/network.safetensors")):
+        intact = file.read_bytes()
+        for _ in range(8):
+            content = bytearray(intact)
+            position = draw.randrange(len(content))
+            if draw.random() < 0.5:
+                content[position] = draw.randrange(256)
+            else:
+                del content[position : position + draw.choice((1, 9, 10**6))]
+            file.write_bytes(content)
+            try:
+                load("out")
+            except ValueError as error:
+                assert "out" in str(error)  # noqa: PT017
+        file.write_bytes(intact)
+
+
+def test_a_record_nested_too_deep_is_refused(exported):
+    for depth in (500, 100_000):
+        text = Path("out", RECORD).read_text()
+        deep = text.replace('"step"', f'"image_shape": {"[" * depth}{"]" * depth}, "step"', 1)
+        Path("out", RECORD).write_text(deep)
+        with pytest.raises(ValueError, match=r"^out"):
+            load("out")
+        Path("out", RECORD).write_text(text)
+
+
+def test_a_pipe_in_place_of_the_record_is_not_waited_for(exported):
+    for name in ("network.safetensors", RECORD):
+        Path("out", name).unlink()
+        os.mkfifo(Path("out", name))
+        with pytest.raises(ValueError, match="no regular file, but a pipe"):
+            load("out")
