@@ -1,4 +1,4 @@
-"""Compute FID during training, and record the weights, samples, real images and extractor of it."""
+"""Compute FID during training, and record its weights, samples, real images and extractor."""
 
 import json
 import math

@@ -92,8 +92,8 @@ class FiniteUpdates(pl.Callback):
     """Skips updates with a non-finite loss or gradient, and stops the run after too many.
 
     - The whole update is skipped: weights, buffers, optimizer state and EMA do not change, and all
-      batches accumulated for it are dropped. All ranks skip an update that is not finite on any
-      rank. `global_step` and lr schedules advance, as they do when a GradScaler skips a step.
+      batches accumulated for it are dropped. If an update is not finite on one rank, all ranks skip
+      it. `global_step` and lr schedules advance, as they do when a GradScaler skips a step.
     - After more than `max_nonfinite_steps` skipped updates the run stops. Its checkpoints are not
       changed.
     - A message names the optimizer step and the rank. If the loss is not finite, it also names the

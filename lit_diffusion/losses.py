@@ -129,7 +129,8 @@ class SoftMinSNR:
 class TruncSNR:
     """Truncated SNR weighting: W = max(SNR, 1).
 
-    This is weight 1 on the error of the noise, but at least weight 1 on the error of x0.
+    If the SNR is above 1, this is weight 1 on the error of the noise. If it is below 1, this is
+    weight 1 on the error of x0.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
 

@@ -96,7 +96,7 @@ def module_record(spec: Mapping[str, Any]) -> Json:
 
 
 def read_as_checkpoint(folder: str | Path) -> tuple[Json, str]:
-    """Read an exported network as the entries of a checkpoint that a module is built from.
+    """Read an exported network in the form of a checkpoint, from which a module can be built.
 
     Returns:
         The entries, which the caller must check as those of any file; and the name of the weights.

@@ -80,7 +80,7 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
 
 
 def model_config(spec: Json) -> Json:
-    """Settings of a module with an imported network, for a config with all other settings.
+    """Return the settings of an imported network, to combine with a config of all other settings.
 
     The settings have all arguments of the network, because an earlier config must not override a
     default. They also have the number of classes, and the shape of the images unless the network

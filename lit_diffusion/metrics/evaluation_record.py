@@ -253,7 +253,7 @@ class EvaluationClock:
             rank_zero_info(f"{self._title}: {self._done} of {self._total}, {remaining:.0f} s left.")
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase, "total" so far, and total "estimated" after the first batch."""
+        """Seconds of each phase, the "total" so far, and the "estimated" total."""
         total = time.monotonic() - self._start
         times = {**self._phases, "total": total, "estimated": self._estimate}
         return {name: round(value, 3) for name, value in times.items()}

@@ -230,7 +230,8 @@ class ImageSet:
         """Yield images uint8 (N, C, H, W) and their N labels, in the order of `index` (None: all).
 
         If a batch is a tuple or list, labels are its second item. If it is a dictionary, they are
-        the value of the first of `LABEL_KEYS` in it. They are -1 if this is no integer tensor (N,).
+        the value of the first of `LABEL_KEYS` in it. If this is no integer tensor (N,), all labels
+        are -1.
         """
         subset = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
