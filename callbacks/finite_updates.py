@@ -209,7 +209,7 @@ class FiniteUpdates(pl.Callback):
             self._found_inf = torch.zeros((), dtype=torch.float32, device=pl_module.device)
 
     def _forget_modules(self, *_: Any) -> None:
-        """List the modules with buffers again; torch calls this when a module gets a new one."""
+        """Forget the modules with buffers; torch calls this when a module gets a new buffer."""
         self._with_buffers = None
 
     # Checking an update
