@@ -240,8 +240,8 @@ class ImageSet:
                 images = to_uint8(batch, self.key)
             except TypeError as error:
                 raise TypeError(
-                    f"{self.name}: {error} You can also set reference to a folder or an .npz file of "
-                    "images."
+                    f"{self.name}: {error} You can also set reference to a folder of images or to "
+                    "an .npz file."
                 ) from error
             labels: Any = None
             if isinstance(batch, tuple | list) and len(batch) > 1:
