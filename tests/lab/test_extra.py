@@ -48,8 +48,8 @@ def test_a_command_that_needs_the_extra_names_it_before_any_work(
     monkeypatch.setitem(sys.modules, package, None)  # an import of it fails as if it were absent
     assert call(command) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    fix = "is not installed; in lit-diffusion's folder: pip install -e '.[lab]'"
-    assert line.endswith(f"{package} {fix}")
+    fix = "run pip install 'lit-diffusion[lab]', or pip install -e '.[lab]' in a checkout."
+    assert line.endswith(f"{package} is not installed; {fix}")
     assert sorted(Path().iterdir()) == before
     assert call(f"{command.split()[0]} --help") == 0
 
