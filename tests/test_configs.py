@@ -119,7 +119,7 @@ def callback(path):
 
 def test_every_config_is_started_by_a_test():
     assert {f.stem for f in CONFIGS.glob("*.yaml")} == {
-        *("folder", "folder-small", "cifar10-uvit", "dit-1b"),
+        *("folder", "folder-small", "cifar10-uvit", "dit-1b", "mnist-long"),
         *WITHOUT_FILES,
         *GANS,
         *LATENTS,
@@ -208,13 +208,15 @@ def test_pictures_without_class_folders_need_no_label_dropout(folder, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["", *RECIPES])
-def test_mnist_starts_as_its_comments_say(folder, arm):
+@pytest.mark.parametrize(
+    ("config", "arm"), [("mnist", ""), ("mnist-long", ""), *(("mnist", arm) for arm in RECIPES)]
+)
+def test_mnist_starts_as_its_comments_say(folder, config, arm):
     write_mnist(folder / "data", train=40, val=20)
     out = f"--config {CONFIGS / 'mnist.yaml'} --out mnist-cnn.safetensors --steps 1"
     assert call(f"train-extractor {out}") == 0
     options = [f"--config={CONFIGS}/arms/{arm}.yaml"] if arm else []
-    assert fit("mnist.yaml", *options) == 0
+    assert fit(f"{config}.yaml", *options) == 0
 
 
 @pytest.mark.slow

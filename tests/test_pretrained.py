@@ -210,7 +210,7 @@ def test_the_data_of_an_exported_folder_are_not_opened(exported, capsys):
     """A folder may be a stranger's. So may be a config in it."""
     shutil.copy("run/config.yaml", "out/config.yaml")
     assert call("evaluate --checkpoint out --num 2 --extractor digits-cnn") == 2
-    assert "pass --data CONFIG" in capsys.readouterr().err
+    assert "add --data CONFIG" in capsys.readouterr().err
 
 
 def test_a_folder_with_a_run_in_it_is_a_run_folder(exported):
