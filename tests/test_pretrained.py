@@ -311,3 +311,14 @@ def test_a_pipe_in_place_of_the_record_is_not_waited_for(exported):
         os.mkfifo(Path("out", name))
         with pytest.raises(ValueError, match="no regular file, but a pipe"):
             load("out")
+
+
+def test_a_pipe_that_a_setting_names_is_not_waited_for(exported):
+    os.mkfifo("pipe")
+    text = Path("out", RECORD).read_text()
+    for name in ("solver", "loss", "times"):
+        settings = json.loads(text)
+        settings["module"]["init_args"][name] = str(Path("pipe").absolute())
+        Path("out", RECORD).write_text(json.dumps(settings))
+        with pytest.raises(ValueError, match=r"names the file .*pipe"):
+            load("out")

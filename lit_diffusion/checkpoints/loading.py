@@ -28,7 +28,7 @@ from lit_diffusion.checkpoints.reading import (
 )
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.config.trust import allow_class_paths
-from lit_diffusion.config.yaml_file import read_yaml
+from lit_diffusion.config.yaml_file import read_yaml, refuse_files
 from lit_diffusion.files import is_checkpoint_folder, path_after_replace
 from lit_diffusion.interchange.exported import is_exported, read_as_checkpoint
 from lit_diffusion.pretrained import find_model
@@ -187,7 +187,8 @@ def build_module(
     """Build the module that a checkpoint describes by class paths, with initial weights.
 
     Raises:
-        ValueError: if the checkpoint has no class paths, or a class cannot be built.
+        ValueError: if the checkpoint has no class paths, a class cannot be built, or a setting
+            names a file that would be read as settings.
     """
     spec = model_spec(checkpoint)
     if spec is None:
@@ -195,6 +196,7 @@ def build_module(
             f"{path} does not say how its module was built, because it was built in Python; build "
             "the module and call load(path, module=...)."
         )
+    refuse_files(spec, Path(path))
     check = partial(check_codec_folder, checkpoint=Path(path), trust=trust)
     module: LightningModule = instantiate([spec], LightningModule, trust, path, check=check)
     return module

@@ -19,7 +19,7 @@ import yaml
 
 from lit_diffusion.callbacks.slurm import is_requeue_of
 from lit_diffusion.cli.options import Parser
-from lit_diffusion.config.yaml_file import read_yaml
+from lit_diffusion.config.yaml_file import read_yaml, refuse_files
 from lit_diffusion.files import (
     check_option_values,
     check_regular,
@@ -173,7 +173,7 @@ def read_config(config: str | Path) -> Any:
         return {}
     if not isinstance(settings, dict):
         raise ValueError(f"{config} must hold settings such as 'model: ...', got {settings!r:.50}.")
-    _refuse_files(settings, Path(config))
+    refuse_files(settings, Path(config))
     if not isinstance(settings.get("trainer") or {}, dict):  # which jsonargparse would ignore
         got = f"got {settings['trainer']!r:.50}."
         raise ValueError(f"{config}: trainer must be settings such as 'max_steps: 1000', {got}")
@@ -214,22 +214,6 @@ def _replace_folder(value: Any, old: str, new: str) -> Any:
     if isinstance(value, dict):
         return {name: _replace_folder(item, old, new) for name, item in value.items()}
     return [_replace_folder(item, old, new) for item in value] if isinstance(value, list) else value
-
-
-def _refuse_files(value: Any, config: Path) -> None:
-    """Raise ValueError if a config names a file that jsonargparse would open: a config or pipe."""
-    for part in value.values() if isinstance(value, dict) else value:
-        if isinstance(part, dict | list):
-            _refuse_files(part, config)
-        if not isinstance(part, str):
-            continue
-        for file in (Path(part), config.parent / part):
-            is_read = part.endswith((".yaml", ".yml", ".json")) or not os.path.isfile(file)
-            if is_read and os.path.exists(file) and not file.is_dir():
-                raise ValueError(
-                    f"{config} names the file {file}, and configs are not read from within "
-                    "configs: write its settings there, or give it as another --config."
-                )
 
 
 def run_of(checkpoint: Path) -> Path | None:

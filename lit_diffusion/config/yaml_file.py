@@ -1,6 +1,7 @@
 """Read YAML files from untrusted sources."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,25 @@ def read_yaml(path: str | Path) -> Any:
             raise
         line = fault.problem_mark.line + 1
         raise ValueError(f"{path}, line {line}: {fault.problem}; correct the YAML.") from error
+
+
+def refuse_files(value: Any, source: Path) -> None:
+    """Raise ValueError if settings name a file that jsonargparse would open: a config or pipe.
+
+    Args:
+        value: dictionary or list of settings, nested.
+        source: file of the settings. Relative paths may be relative to its folder.
+    """
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, dict | list):
+            refuse_files(part, source)
+        if not isinstance(part, str):
+            continue
+        for file in (Path(part), source.parent / part):
+            is_read = part.endswith((".yaml", ".yml", ".json")) or not os.path.isfile(file)
+            if is_read and os.path.exists(file) and not file.is_dir():
+                raise ValueError(
+                    f"{source} names the file {file}, and configs are not read from within "
+                    "configs or checkpoints: write its settings there, or give it as another "
+                    "--config."
+                )
