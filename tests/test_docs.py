@@ -215,7 +215,7 @@ def test_the_quick_start_gives_digits(monkeypatch, tmp_path):
     """In a seventh of its steps."""
     names = run(QUICK_START.replace("max_steps=900", "max_steps=300"), monkeypatch, tmp_path)
     images, labels = map(
-        torch.cat, list(zip(*names["Digits"]().in_order("train"), strict=True))[:2]
+        torch.cat, list(zip(*names["ld"].Digits().in_order("train"), strict=True))[:2]
     )
     distance = torch.cdist(names["images"].flatten(1).float(), images.flatten(1).float())
     recognised = labels[distance.argmin(1)] == torch.arange(64) % 10
