@@ -61,11 +61,9 @@ HELP = {
 
     lit-diffusion validate --ckpt_path runs/digits/checkpoints/last.ckpt
 {_OF_CHECKPOINT}""",
-    "test": f"""Compute the loss and metrics of a checkpoint on the test split.
+    "test": f"""Compute the loss and metrics on the test split, else on the validation split.
 
     lit-diffusion test --ckpt_path runs/digits/checkpoints/last.ckpt
-
-Data without a test split are tested on the validation split.
 {_OF_CHECKPOINT}""",
     "predict": f"""Run a checkpoint on the prediction split of its data.
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from lit_diffusion.files import atomic_write_text, check_regular
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 """Names of image files, as in `data.image_folder`, whose import takes seconds."""
+
+UNWRITABLE = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]"
+"""Characters that a path in a YAML file cannot have; a byte that is not UTF-8 is a surrogate."""
 
 OF_A_CLASS = " For images of the first class, with guidance, add `--labels 0 --guidance 2`."
 
@@ -87,7 +91,9 @@ as in photos/flowers/rose/1.jpg, the model learns the classes.""",
     add("--images", metavar="PATH", help="folder of images (default: DIR/images)")
     text = "pixels on each side, a multiple of 8 (default 64)"
     add("--size", type=integer, default=64, metavar="N", help=text)
-    text = "auto (default): train on classes if there are class folders; none: ignore them"
+    text = (
+        "auto (default): train on classes if there are class folders; none: train without classes"
+    )
     add("--classes", choices=("auto", "none"), default="auto", metavar="C", help=text)
     text = f"{', '.join(methods)}, or {DEFAULT_METHOD} (default): cosine betas, Min-SNR weights"
     choices = (DEFAULT_METHOD, *methods)
@@ -101,9 +107,11 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         FileExistsError: if the folder has a config or a README already.
         FileNotFoundError: if there is no folder of images.
-        ValueError: for a wrong size, or a folder with fewer than four images.
+        ValueError: for a wrong size or path, or images that the data module would refuse.
     """
     args = build_parser().parse_args(argv[1:])
+    if not args.folder:
+        raise ValueError("DIR must not be empty.")
     folder = Path(args.folder)
     config, readme = folder / "config.yaml", folder / "README.md"
     for file in (config, readme):
@@ -112,6 +120,17 @@ def run(argv: Sequence[str]) -> None:
     if args.size < 16 or args.size % 8:
         raise ValueError(f"--size must be a multiple of 8 and at least 16, got {args.size}.")
     images = Path(args.images or folder / "images").expanduser().absolute()
+    for path in (str(folder.absolute()), str(images), str(Path.cwd())):
+        if re.search(UNWRITABLE, path):
+            raise ValueError(
+                f"{path!r} has control characters, or is not UTF-8, which a config cannot hold; "
+                "rename the folder."
+            )
+    if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(images)):
+        raise ValueError(
+            f"{folder} is in the folder of images {images}, where samples of the run would become "
+            "training images; name a DIR outside of it."
+        )
     num, classes = count_images(images)
     classes = [] if args.classes == "none" else classes
     settings = build_config(images, folder.absolute(), num, args.size, bool(classes), args.method)
@@ -133,25 +152,46 @@ def count_images(root: Path) -> tuple[int, list[str]]:
 
     Raises:
         FileNotFoundError: if the folder does not exist.
-        ValueError: if it has fewer than four images, of which two are held out.
+        ValueError: if it has fewer than four images, of which two are held out, an empty class
+            folder, or images in no class folder. `ImageFolder` would refuse these later.
     """
     if not root.is_dir():
         raise FileNotFoundError(
             f"--images: there is no folder {root}; put images there, or name another folder."
         )
-    num = sum(name.lower().endswith(EXTENSIONS) for name in _visible_files(root))
-    if num < 4:
-        extensions = ", ".join(EXTENSIONS)
+    counts = Counter(_class_of_images(root))
+    extensions = ", ".join(EXTENSIONS)
+    if counts.total() < 4:
         raise ValueError(
-            f"--images: {root} must hold four images or more ({extensions}), got {num}."
+            f"--images: {root} must hold four images or more ({extensions}), got {counts.total()}."
         )
-    return num, sorted(e.name for e in os.scandir(root) if e.is_dir() and e.name[0] != ".")
+    classes = sorted(e.name for e in os.scandir(root) if e.is_dir() and e.name[0] != ".")
+    if empty := [name for name in classes if not counts[name]]:
+        raise ValueError(
+            f"--images: {root / empty[0]} holds no images ({extensions}); remove this folder."
+        )
+    if classes and counts["."]:
+        raise ValueError(
+            f"--images: {root} has class folders such as {classes[0]}, and images that are in none "
+            f"({counts['.']}); move all images into class folders, or all into {root}."
+        )
+    return counts.total(), classes
 
 
-def _visible_files(root: Path) -> Iterator[str]:
-    for _, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if name[0] != "."]
-        yield from (name for name in names if name[0] != ".")
+def _class_of_images(root: Path) -> Iterator[str]:
+    """Yield the class folder of each image that `ImageFolder` finds; "." is the root."""
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        visible = (name for name in subfolders if name[0] != ".")
+        subfolders[:] = [name for name in visible if not _leads_back(Path(folder, name))]
+        class_name = os.path.relpath(folder, root).split(os.sep)[0]
+        images = (n for n in names if n[0] != "." and n.lower().endswith(EXTENSIONS))
+        yield from (class_name for _ in images)
+
+
+def _leads_back(path: Path) -> bool:
+    """Whether a folder is a link to a folder that contains it."""
+    target = path.resolve()
+    return path.is_symlink() and any(p.resolve().is_relative_to(target) for p in path.parents)
 
 
 def build_config(
@@ -171,12 +211,12 @@ def build_config(
     text = text[text.index("seed_everything:") :]
     num_held_out = max(2, min(50, num // 10))
     values = {
-        "  max_epochs: -1": f"  default_root_dir: {json.dumps(f'{folder}/run')}\n  max_epochs: -1",
-        "    val: 50": f"    train: {json.dumps(str(images))}\n    val: {num_held_out}",
+        "  max_epochs: -1": f"  default_root_dir: {_quote(f'{folder}/run')}\n  max_epochs: -1",
+        "    val: 50": f"    train: {_quote(str(images))}\n    val: {num_held_out}",
         "    image_size: 64": f"    image_size: {size}\n    strict: false  # convert others",
         "    batch_size: 32": f"    batch_size: {min(32, num - num_held_out)}",
         "        num: 36": "        num: 36\n        every_n_steps: 500",
-        "folder-cnn.safetensors": json.dumps(f"{folder}/{FID_NETWORK}"),
+        "folder-cnn.safetensors": _quote(f"{folder}/{FID_NETWORK}"),
     }
     if not has_classes:
         values |= {"    num_classes: data": "    num_classes: null"}
@@ -193,6 +233,11 @@ def build_config(
     if "LearnedRange" in text:
         text = text.replace("out_channels: 3", "out_channels: 6  # mean and variance")
     return text
+
+
+def _quote(path: str) -> str:
+    """A path as YAML, which has no surrogate pairs as in ASCII JSON."""
+    return json.dumps(path, ensure_ascii=False)
 
 
 def _comment_out(match: re.Match[str]) -> str:

@@ -18,7 +18,7 @@ from lit_diffusion.config.messages import (
     is_user_error,
     suggest,
 )
-from lit_diffusion.config.shipped import find_shipped_config
+from lit_diffusion.config.shipped import use_shipped_configs
 from lit_diffusion.signals import record_signals
 
 COMMANDS = {
@@ -27,7 +27,7 @@ COMMANDS = {
     "sample": ("cli.sample", "generate images from a checkpoint"),
     "evaluate": ("cli.evaluate", "score a checkpoint or a folder: FID, KID, precision, recall, IS"),
     "validate": ("cli.fit", "compute the loss and metrics of a checkpoint on the validation split"),
-    "test": ("cli.fit", "compute the loss and metrics of a checkpoint on the test split"),
+    "test": ("cli.fit", "compute loss and metrics on the test split, else on the validation split"),
     "predict": ("cli.fit", "run a checkpoint on the prediction split"),
     "doctor": ("cli.doctor.command", "check a config for problems before a long run"),
     "sweep": ("lab.compare.sweep", "train every arm of an experiment with every seed, and compare"),
@@ -89,7 +89,10 @@ def _run(args: Sequence[str]) -> int:
         print(paint_help(usage(), sys.stdout))
         return 0 if args else 2
     command = args[0]
-    args = [_use_shipped_config(arg) for arg in args]
+    args, shipped = use_shipped_configs(args)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for name, path in shipped.items():
+            print(f"lit-diffusion reads {path}, because there is no {name} here.", file=sys.stderr)
     if command in ("-V", "--version"):
         print(f"lit-diffusion {__version__}")
         return 0
@@ -102,15 +105,6 @@ def _run(args: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     return 0
-
-
-def _use_shipped_config(arg: str) -> str:
-    """An argument with the path of a config of the package, if it names one that is not here."""
-    shipped = find_shipped_config(arg)
-    if shipped is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        here, path = (each.rpartition("=")[2] for each in (arg, shipped))
-        print(f"lit-diffusion reads {path}, because there is no {here} here.", file=sys.stderr)
-    return shipped or arg
 
 
 def import_command(name: str) -> ModuleType:

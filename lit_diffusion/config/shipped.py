@@ -1,8 +1,15 @@
 """Configs that are installed with the package."""
 
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+
+CONFIG_OPTIONS = ("--config", "-c", "--arms", "--data")
+"""Options of commands whose values are configs."""
+
+FLAGS = ("--print", "--debug")
+"""Options without a value that may precede a config."""
 
 
 def shipped_configs() -> Path:
@@ -21,14 +28,47 @@ def shipped_configs() -> Path:
     return Path(package.submodule_search_locations[0]).parent / "configs"
 
 
-def find_shipped_config(argument: str) -> str | None:
-    """The argument of a command line with the path of a shipped config; None if it names none.
+def find_shipped_config(path: str) -> str | None:
+    """The path of a shipped config that `configs/NAME.yaml` names; None if it names none.
 
-    An argument `configs/NAME.yaml`, or `--OPTION=configs/NAME.yaml`, names a shipped config unless
-    the current folder has a file of that path.
+    A file of that path in the current folder takes precedence.
     """
-    match = re.fullmatch(r"(-[\w.-]+=)?configs/([\w./-]+\.yaml)", argument)
-    if match is None or ".." in match[2] or Path("configs", match[2]).exists():
+    match = re.fullmatch(r"configs/([\w./-]+\.yaml)", path)
+    if match is None or ".." in match[1] or Path(path).exists():
         return None
-    path = shipped_configs() / match[2]
-    return f"{match[1] or ''}{path}" if path.exists() else None
+    shipped = shipped_configs() / match[1]
+    return str(shipped) if shipped.exists() else None
+
+
+def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Replace names of shipped configs on a command line by their paths.
+
+    Values of `CONFIG_OPTIONS` and positional arguments may name configs, several joined by +.
+
+    Args:
+        args: a command and its arguments.
+
+    Returns:
+        The arguments, and the path of each name that was replaced.
+    """
+    found: dict[str, str] = {}
+
+    def replace(value: str) -> str:
+        parts = value.split("+")
+        paths = {part: path for part in parts if (path := find_shipped_config(part))}
+        found.update(paths)
+        return "+".join(paths.get(part, part) for part in parts)
+
+    words, has_config = [], True  # whether the next word may be a config
+    for word in args:
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):
+            if equals and name in CONFIG_OPTIONS:
+                word = f"{name}={replace(value)}"
+            has_config = bool(equals) or name in (*CONFIG_OPTIONS, *FLAGS)
+        elif has_config:
+            word = replace(word)
+        else:
+            has_config = True  # after the value of another option
+        words.append(word)
+    return words, found

@@ -11,6 +11,7 @@ from support.pictures import class_folders, save
 
 from lit_diffusion.cli import init
 from lit_diffusion.cli.init import build_config
+from lit_diffusion.cli.main import main
 from lit_diffusion.config.shipped import shipped_configs
 from lit_diffusion.data import image_folder
 
@@ -110,6 +111,56 @@ def test_mistakes_are_refused_and_nothing_is_written(options, message, capsys):
     assert call(f"init {options}") == 2
     assert message in capsys.readouterr().err
     assert not Path("new").exists()
+
+
+def test_a_path_may_have_any_characters_of_unicode():
+    class_folders(Path("photos 🌷"))
+    assert call("init 'new 🌷' --images 'photos 🌷'") == 0
+    config = yaml.safe_load(Path("new 🌷/config.yaml").read_text())
+    assert Path(config["data"]["init_args"]["train"]).samefile("photos 🌷")
+    assert config["trainer"]["default_root_dir"] == str(Path("new 🌷/run").absolute())
+
+
+@pytest.mark.parametrize("name", ["new\udcff", "new\n", "new\x85", ""])
+def test_a_path_that_yaml_cannot_hold_is_refused(name, folder, capsys):
+    class_folders(Path("photos"))
+    assert main(["init", name, "--images", "photos"]) == 2
+    error = capsys.readouterr().err
+    assert ("not UTF-8" if name else "DIR must not be empty.") in error
+    assert "Traceback" not in error
+    assert [path.name for path in folder.iterdir()] == ["photos"]
+
+
+@pytest.mark.parametrize("name", ["photos", "photos/new"])
+def test_a_run_in_the_folder_of_images_is_refused(name, capsys):
+    class_folders(Path("photos"))
+    assert call(f"init {name} --images photos") == 2
+    assert "is in the folder of images" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("classes", ["auto", "none"])
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [("empty", "photos/empty holds no images"), ("1.png", "images that are in none (1)")],
+)
+def test_images_that_the_data_module_refuses_are_refused(extra, message, classes, capsys):
+    class_folders(Path("photos"))
+    save(Path("photos/1.png")) if extra == "1.png" else Path("photos", extra).mkdir()
+    with pytest.raises(ValueError, match=r"In no class folder|holds no images"):
+        image_folder.ImageFolder("photos", val=2, image_size=8, strict=False).check()
+    assert call(f"init new --images photos --classes {classes}") == 2
+    assert message in capsys.readouterr().err
+    assert not Path("new").exists()
+
+
+def test_links_that_lead_back_are_not_followed():
+    class_folders(Path("photos"))
+    first = next(Path("photos").iterdir())
+    (first / "loop").symlink_to(Path("photos").absolute())
+    listing = image_folder.list_images(
+        Path("photos"), image_folder.list_class_folders(Path("photos"))
+    )
+    assert init.count_images(Path("photos").absolute())[0] == len(listing.names) == 6
 
 
 def test_class_folders_can_be_ignored(capsys):
