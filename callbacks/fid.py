@@ -61,8 +61,8 @@ class FIDEvaluation(PeriodicEvaluation):
       test split. If `weights` is not "ema", the metric name contains it.
     - Files: each evaluation appends one line with the whole protocol to `evaluations.jsonl` in the
       run folder. The checkpoint with the best FID is `checkpoints/best-fid.ckpt` there.
-    - Run folder: `lit-diffusion fit` sets it. In other projects it is the folder of the first
-      logger's version, or `default_root_dir` if there is no logger. A new run raises an error if
+    - Run folder: `lit-diffusion fit` sets it. In other projects it is the first logger's
+      version directory, or `default_root_dir` if there is no logger. A new run raises an error if
       another run has written there.
     - With `every_n_steps`, the FID goes to the loggers only. `ModelCheckpoint(monitor=...)` cannot
       use it, because it would assign an old FID to later weights.

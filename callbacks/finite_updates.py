@@ -100,9 +100,9 @@ class FiniteUpdates(pl.Callback):
       samples and their noise levels, for which training_step must return `u` (B,) in [0, 1], `t`
       (B,) and `per_sample_loss` (B,) with the loss. It adds the data index of a sample if batches
       are (images, labels, index). If only gradients are not finite, it names their parameters.
-    - The batch is saved to non-finite-rank<r>.ckpt in the folder of the logger's version, or in
-      `default_root_dir` without a logger. The name ends in -v1, -v2, ... if an earlier fit has left
-      a file. `torch.load(weights_only=True)` reads it: "state_dict" has the weights before the
+    - The batch is saved to non-finite-rank<r>.ckpt in the first logger's version directory, or in
+      `default_root_dir` if there is no logger. The name ends in -v1, -v2, ... if an earlier fit has
+      left a file. `torch.load(weights_only=True)` reads it: "state_dict" has the weights before the
       update, and "non_finite" has the batch, the states of the random generators before the batch,
       and the outputs of training_step.
     - Steps that a GradScaler skips do not count, unless the loss itself is not finite, or the scale

@@ -45,8 +45,8 @@ class SampleGrid(PeriodicEvaluation):
     """Writes grids of the samples of seeds 0, ..., num - 1 as PNG files.
 
     Grids go to loggers (TensorBoard, W&B, MLflow, Comet) and to `samples/` in the run folder.
-    `lit-diffusion fit` sets the run folder. In other projects it is the folder of the first
-    logger's version, or `default_root_dir` if there is no logger. File names contain the name of
+    `lit-diffusion fit` sets the run folder. In other projects it is the first logger's
+    version directory, or `default_root_dir` if there is no logger. File names contain the name of
     the weights: "ema" if a callback provides averages, else "raw".
 
     - `step-00001000-ema.png`: the samples, with class names if the data module has `class_names`.

@@ -153,8 +153,8 @@ def output_folder(trainer: pl.Trainer) -> str:
     """Folder for the files that callbacks write about this run; the same on all ranks. Collective.
 
     The command line sets it as `trainer.run_folder`. In other projects it is the folder in which
-    Lightning makes `checkpoints/`: the folder of the first logger's version, or `default_root_dir`
-    if there is no logger.
+    Lightning makes `checkpoints/`: the first logger's version directory, or `default_root_dir` if
+    there is no logger.
 
     Example:
         >>> trainer = pl.Trainer(default_root_dir="runs", logger=False, accelerator="cpu")

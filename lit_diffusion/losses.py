@@ -172,12 +172,13 @@ class InvSNR:
 class AsFlow:
     """Flow weighting: W = ((alpha + sigma) / sigma)^2, the squared error of the flow velocity.
 
-    With this weighting, every parameterization is trained on the error of `FlowVelocity`. For
-    example, with `Sample` on `LinearFlow` the network outputs x0 and is trained on the error of the
-    velocity (x_t - x0) / t.
+    Where the divisor is above `floor`, every parameterization is trained on the error of
+    `FlowVelocity`. For example, with `Sample` on `LinearFlow` the network outputs x0 and is trained
+    on the error of the velocity (x_t - x0) / t.
 
     Args:
-        floor: lower bound on the divisor sigma / (alpha + sigma), which is t on `LinearFlow`.
+        floor: lower bound on the divisor sigma / (alpha + sigma), which is t on `LinearFlow`. W is
+            therefore at most 1 / floor^2.
 
     Source: Li & He 2025 (JiT, arXiv 2511.13720), table 1 and section 4, with t clipped at 0.05.
 
@@ -192,7 +193,7 @@ class AsFlow:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """(output_scale (alpha + sigma) / sigma)^2."""
+        """(output_scale / max(sigma / (alpha + sigma), floor))^2."""
         return (output_scale / (sigma / (alpha + sigma)).clamp(min=self.floor)) ** 2
 
 

@@ -137,8 +137,9 @@ class ZeroTerminalSNR:
     """Another schedule, rescaled so that its last step has an SNR of 0.
 
     sqrt(alpha-bar) is shifted to end at 0 and scaled to keep its first value. Train with Velocity
-    or Sample, because Epsilon cannot be trained at an SNR of 0. Solvers in log SNR need a grid that
-    starts at a finite value, such as `LogSNR(noisiest=-10)`.
+    or Sample, because Epsilon cannot be trained at an SNR of 0. The default grid of each solver
+    fits. A grid that you set for `Heun`, `DPMSolverPP2S` or `UniPC` must start at a finite log SNR,
+    as `LogSNR(noisiest=-10)` does.
 
     Args:
         base: the schedule to rescale.
@@ -342,9 +343,10 @@ class ContinuousVP:
 class LinearFlow:
     """Linear path of flow matching: alpha = 1 - t and sigma = t, for t in [0, 1].
 
-    This path is also called rectified flow. Its usual parameterization is `FlowVelocity`. The noise
-    label is 1000 t. t = 1 is pure noise. `Euler` can start there, but solvers in log SNR need a
-    grid that starts at a finite value, such as `LogSNR(noisiest=-10)`.
+    This path is also called rectified flow. Its usual parameterization is `FlowVelocity`. The
+    network gets the time as the noise label 1000 t. An image at time 1 is pure noise. The default
+    grid of each solver fits. A grid that you set for `Heun`, `DPMSolverPP2S` or `UniPC` must start
+    at a finite log SNR, as `LogSNR(noisiest=-10)` does.
 
     Args:
         t_min: least noisy time that is trained on.

@@ -23,7 +23,8 @@ class CIFAR10(ImageDataModule):
     Args:
         root: folder of `cifar-10-batches-py` or `cifar-10-python.tar.gz`, to which missing files
             are downloaded.
-        flip: whether training images are mirrored with probability 1/2, anew in every epoch.
+        flip: whether training images are flipped horizontally with probability 1/2, anew in every
+            epoch.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:

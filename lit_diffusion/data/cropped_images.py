@@ -121,7 +121,7 @@ class CroppedImages(ImageDataset):
 
     image_size: int  # pixels on each side of a crop
     mode: str  # Pillow mode, such as RGB
-    flip: bool  # whether images are mirrored with probability 1/2, anew in every epoch
+    flip: bool  # whether images are flipped with probability 1/2, anew in every epoch
     random_crop: bool  # whether crops are random; otherwise center crops
 
     @abstractmethod
@@ -149,7 +149,8 @@ class CroppedImageDataModule(ImageDataModule):
     Args:
         image_size: pixels on each side of a crop, >= 1.
         channels: 1 (grey), 2 (grey with alpha), 3 (RGB) or 4 (RGB with alpha).
-        flip: whether training images are mirrored with probability 1/2, anew in every epoch.
+        flip: whether training images are flipped horizontally with probability 1/2, anew in every
+            epoch.
         random_crop: whether training crops are random, with at least 0.8 of the shorter side.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 

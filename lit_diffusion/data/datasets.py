@@ -81,7 +81,7 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images in memory, which are randomly mirrored if `flip` and `seed` are set.
+    """Images in memory, which are randomly flipped horizontally if `flip` and `seed` are set.
 
     Example:
         >>> data = TensorImages(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.arange(5))
@@ -92,7 +92,7 @@ class TensorImages(ImageDataset):
 
     images: Tensor  # (N, C, H, W) uint8
     labels: Any  # (N,) int64, or another condition: a tensor or tuple of tensors with N rows
-    flip: bool = False  # whether images are mirrored with probability 1/2, anew in every epoch
+    flip: bool = False  # whether images are flipped with probability 1/2, anew in every epoch
 
     def __len__(self) -> int:
         return len(self.images)

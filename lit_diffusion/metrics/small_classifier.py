@@ -278,9 +278,10 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
-    """Blur a third of the images (N, C, H, W), add noise to another third, and dither all of them.
+    """Corrupt images (N, C, H, W) by blur or noise, for a classifier of corruptions.
 
-    The strengths are random.
+    Noise of up to `task.dither` is added to all images. Then a third of them is blurred, another
+    third gets more noise, and the last third is left as it is. The strengths are random.
 
     Returns:
         The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 blurred, 2 noisy.
