@@ -133,11 +133,11 @@ def test_a_file_or_folder_of_its_name_comes_first():
         load("digits")
     Path("digits").rmdir()
     Path("digits").write_text("no checkpoint")
-    with pytest.raises(ValueError, match=r"^digits "):
+    with pytest.raises(ValueError, match=r"^digits .* The file digits here hides the packaged"):
         load("digits")
 
 
-@pytest.mark.parametrize("name", ["digit", "./digits", "digits/", "../pretrained/digits", ""])
+@pytest.mark.parametrize("name", ["digit", "./digits", "../pretrained/digits", ""])
 def test_other_names_are_paths(name, capsys):
     assert find_model(name) is None
     if name:

@@ -118,7 +118,15 @@ def load_module(
         checkpoint, name = _read_export(path, weights)
         averages: dict[str, Tensor] = {}
     else:
-        checkpoint = read_checkpoint(path)
+        try:
+            checkpoint = read_checkpoint(path)
+        except ValueError as error:
+            if not find_model(name):
+                raise
+            raise ValueError(
+                f"{error} The file {name} here hides the packaged model of that name; rename the "
+                "file, or work in another folder."
+            ) from None
     if module is None:
         with limit_parameters(checkpoint["state_dict"]):
             module = build_module(checkpoint, path, trust)

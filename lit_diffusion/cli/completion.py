@@ -40,7 +40,10 @@ complete -o default -F _lit_diffusion lit-diffusion""",
 }
 compdef _lit_diffusion lit-diffusion""",
     "fish": r"""function __lit_diffusion
-    lit-diffusion completion --line (commandline -cp) 2>/dev/null
+    set -l option (string match -r -- '^-.*=' (commandline -ct))
+    for found in (lit-diffusion completion --line (commandline -cp) 2>/dev/null)
+        echo "$option$found"
+    end
 end
 complete -c lit-diffusion -a '(__lit_diffusion)'""",
 }
@@ -89,7 +92,10 @@ def complete(line: str) -> list[str]:
         >>> complete("lit-diffusion fit --trainer.max_st")
         ['--trainer.max_steps=']
     """
-    *before, word = line.split()[1:] + [""] * line.endswith(" ")
+    words = line.split()[1:] + [""] * line.endswith(" ")
+    if not words:
+        return []
+    *before, word = words
     if not before:
         candidates = [*COMMANDS, "--help", "--version"]
     elif before[0] not in COMMANDS:
@@ -130,12 +136,13 @@ def _settings(value: Any, name: str = "") -> Iterator[str]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
             if key != "class_path":
-                is_transparent = key == "init_args"
-                yield from _settings(item, name if is_transparent else f"{name}.{key.rstrip('+')}")
+                part = "" if key == "init_args" else f".{str(key).rstrip('+')}"
+                yield from _settings(item, name + part)
     elif isinstance(value, list) and name == ".trainer.callbacks":
         for callback in value:
-            class_name = callback["class_path"].rpartition(".")[2]
-            yield from _settings(callback, f"{name}.{class_name}")
+            if isinstance(callback, dict) and "class_path" in callback:
+                class_name = str(callback["class_path"]).rpartition(".")[2]
+                yield from _settings(callback, f"{name}.{class_name}")
     else:
         yield f"--{name[1:]}="
 

@@ -308,11 +308,16 @@ def add_checkpoint(parser: Parser, required: bool) -> None:
     add = parser.add_argument
     text = f"""checkpoint file; run folder, whose checkpoints/last.ckpt is read; exported folder;
         or packaged model: {", ".join(list_models())}"""
-    add("--checkpoint", required=required, metavar="C", help=text)
+    add("--checkpoint", required=required, type=_checkpoint, metavar="C", help=text)
     text = """ema: EMA weights (default); ema_<decay> or power_<width>: those of one of several
         averages; raw: weights as trained"""
     add("--weights", default="ema", metavar="W", help=text)
     add_trust(parser, "the checkpoint")
+
+
+def _checkpoint(text: str) -> str:
+    """A checkpoint without the slash that a shell adds to the name of a folder."""
+    return os.path.expanduser(text).rstrip("/") or text
 
 
 def add_trust(parser: Parser, file: str) -> None:

@@ -43,6 +43,20 @@ def test_candidates(line, expected):
     assert complete(f"lit-diffusion {line}") == expected
 
 
+@pytest.mark.parametrize("line", ["", "lit-diffusion"])
+def test_a_line_without_an_argument_has_no_candidates(line):
+    assert complete(line) == []
+
+
+def test_settings_of_an_unusual_config_are_completed(tmp_path):
+    config = tmp_path / "odd.yaml"
+    ema = "{class_path: EMA, init_args: {decays: [0.9]}}"
+    config.write_text(f"trainer: {{callbacks: [EMA, {{a: 1}}, {{class_path: 3}}, 5, {ema}], 7: 1}}")
+    line = f"lit-diffusion fit -c {config} --trainer."
+    assert "--trainer.7=" in complete(line)
+    assert "--trainer.callbacks." in complete(line)
+
+
 def test_every_command_can_be_completed():
     assert set(COMMANDS) <= set(complete("lit-diffusion "))
     for name in COMMANDS:
@@ -79,11 +93,20 @@ PRINT = {
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("shell", SCRIPTS)
-def test_scripts_work_in_their_shell(shell):
+@pytest.mark.parametrize(
+    ("shell", "words", "expected"),
+    [
+        *(
+            (shell, f"fit --config {DIGITS} --trainer.max_s", "--trainer.max_steps=")
+            for shell in SCRIPTS
+        ),
+        ("fish", "convert export --format=sa", "--format=safetensors"),
+    ],
+)
+def test_scripts_work_in_their_shell(shell, words, expected):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    line = f"lit-diffusion fit --config {DIGITS} --trainer.max_s"
+    line = f"lit-diffusion {words}"
     path = f"{Path(SCRIPT).parent}:{os.environ['PATH']}"
     script = SCRIPTS[shell].replace("compdef _lit_diffusion lit-diffusion", "")
     done = subprocess.run(
@@ -92,4 +115,4 @@ def test_scripts_work_in_their_shell(shell):
         text=True,
         env=os.environ | {"PATH": path, "LINE": line},
     )
-    assert done.stdout.split() == ["--trainer.max_steps="], done.stderr
+    assert done.stdout.split() == [expected], done.stderr

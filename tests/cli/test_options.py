@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.commands import sampling
 
-from lit_diffusion.cli.options import Parser, SamplingOptions, usable_device
+from lit_diffusion.cli.options import Parser, SamplingOptions, add_checkpoint, usable_device
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,12 @@ def test_each_process_of_a_launcher_takes_its_own_gpu(monkeypatch):
     for odd in ("meta", "cuda:97", "abacus"):
         with pytest.raises(ValueError, match=f"--device {odd} "):
             usable_device(odd)
+
+
+@pytest.mark.parametrize(
+    ("text", "path"), [("digits/", "digits"), ("runs/a", "runs/a"), ("/", "/"), ("", "")]
+)
+def test_a_slash_at_the_end_of_a_checkpoint_is_ignored(text, path):
+    parser = Parser("sample")
+    add_checkpoint(parser, required=True)
+    assert parser.parse_args(["--checkpoint", text]).checkpoint == path
