@@ -55,6 +55,7 @@ def test_a_folder_with_classes_trains_as_its_readme_says(method, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:4 images cannot fill a covariance")
 def test_a_folder_without_classes_trains_from_anywhere_and_scores_with_fid(folder, monkeypatch):
     for i in range(12):
         save(Path("photos/images") / f"{i}.jpg", seed=i, size=(40, 40))
