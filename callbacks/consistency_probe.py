@@ -31,7 +31,7 @@ class ConsistencyProbe(PeriodicEvaluation):
             of a fit.
 
     Raises:
-        ValueError: if `num` is below 1. At fit start, if the callback would never run.
+        ValueError: if `num` is below 1. At fit start, also if the callback would never run.
         TypeError: at fit start, if the module has no `generate(seeds, labels=None)`.
 
     Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 1, applied to
@@ -62,13 +62,13 @@ class ConsistencyProbe(PeriodicEvaluation):
         self._last_images = state_dict.get("images")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Clear the samples of an earlier run; checkpoints are loaded after this hook."""
+        """Clear the samples of an earlier run. Checkpoints are loaded after this hook."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._last_images = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a module that cannot generate."""
+        """Raise an error if the module cannot generate."""
         require_generate(pl_module, "ConsistencyProbe")
         super().on_fit_start(trainer, pl_module)
 

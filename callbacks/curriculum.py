@@ -1,8 +1,9 @@
 """Curriculum timestep schedule (CLTS): a density of noise levels that changes in training.
 
-A noise level is given by its rank u in [0, 1], where 0 is the cleanest and 1 the noisiest. A
-density is a vector with the probabilities of equal bins of u. The probability of bin i is that of
-its right edge, u = (i + 1) / num_bins, which is the paper's t / T with t = 1, ..., T.
+A noise level is described by its rank u in [0, 1], where 0 is the cleanest level and 1 the
+noisiest. A density is a vector of probabilities, one for each of num_bins equal bins of u. The
+probability of bin i is computed at its right edge, `u = (i + 1) / num_bins`.
+This is the paper's `t / T` with t = 1, ..., T.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 4.2. The
 controls are not in the paper.
@@ -21,9 +22,9 @@ Normalize = Literal["truncate", "mix"]
 
 
 def clts_gamma(step: int, num_steps: int) -> float:
-    """Progress of the curriculum after `step` optimizer steps: min(step / num_steps, 1).
+    """Progress of the curriculum after `step` optimizer steps: `min(step / num_steps, 1)`.
 
-    Source: Eq. 8. It is clipped at 1, because densities would be negative beyond.
+    Source: Eq. 8. The progress is clipped at 1, because densities would be negative beyond 1.
 
     Example:
         >>> clts_gamma(0, 50_000), clts_gamma(25_000, 50_000), clts_gamma(500_000, 50_000)
@@ -40,10 +41,10 @@ def clts_gamma(step: int, num_steps: int) -> float:
 def gaussian_log_density(
     mean: float, std: float, num_bins: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Log density of N(mean, std^2) at each bin of u, without its constant.
+    """Log density of `N(mean, std**2)` at each bin of u, without the normalizing constant.
 
     Returns:
-        (num_bins,) float64, -(u - mean)^2 / (2 std^2) at u = 1 / num_bins, ..., 1.
+        (num_bins,) float64, `-(u - mean)**2 / (2 * std**2)` at u = 1 / num_bins, ..., 1.
 
     Example:
         >>> gaussian_log_density(mean=0.5, std=0.5, num_bins=4).tolist()
@@ -70,18 +71,22 @@ def clts_density(
     normalize: Normalize = "truncate",
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Density p = (1 - gamma) uniform + gamma N(mean, std^2), from uniform to a Gaussian.
+    """Density p, which changes from the uniform density to a Gaussian as `step` grows.
+
+    It is `p = (1 - gamma) * uniform + gamma * N(mean, std**2)` with
+    `gamma = clts_gamma(step, num_steps)`.
 
     Args:
         step: optimizer steps completed.
         num_steps: optimizer steps until only the Gaussian is left.
         mean: noise level u that is trained most, in [0, 1].
         std: standard deviation of the Gaussian in units of u; 1.0 is the paper's sigma = T.
-        num_bins: number of equal bins over [0, 1]; T gives the paper's density over t.
+        num_bins: number of equal bins over [0, 1]. With num_bins = T, the result is the paper's
+            density over t.
         normalize: how the Gaussian and the uniform density are mixed. "truncate" normalizes the
             Gaussian over the bins first, so that a fraction gamma of the samples comes from it.
-            "mix" adds the Gaussian of Eq. 7 unchanged and normalizes the sum. Only 38% of that
-            Gaussian lie in [0, 1] with the default mean and std.
+            "mix" adds the Gaussian of Eq. 7 unchanged and normalizes the sum. With the default mean
+            and std, only 38% of that Gaussian lies in [0, 1].
         device: device of the result.
 
     Returns:
@@ -117,7 +122,7 @@ class _Curriculum(TimestepWriter):
         self.density_at(0)  # raises an error for invalid arguments
 
     def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
-        """`clts_density` with the arguments of this callback."""
+        """`clts_density` with this callback's arguments."""
         return clts_density(
             step, self.num_steps, self.mean, self.std, self.num_bins, self.normalize, device
         )
@@ -133,13 +138,13 @@ class _Curriculum(TimestepWriter):
 class TimestepCurriculum(_Curriculum):
     """CLTS: samples training times from a density that moves from uniform to a Gaussian.
 
-    In each training batch, the module's `timestep_density` is `clts_density` at
-    `trainer.global_step`. The density is equal on all ranks. It depends on the step alone, so a
-    resume is exact without saved state. The loss is not reweighted, so the objective changes.
+    In each training batch, the callback sets the module's `timestep_density` to the `clts_density`
+    of step `trainer.global_step`. The density is equal on all ranks. It depends only on the step,
+    so a resume is exact without saved state. The loss is not reweighted, so the objective changes.
 
     Logs `clts/gamma`, the progress of the curriculum, and `clts/tv`, the total variation between
-    the density and the uniform one. With the default arguments, `clts/tv` is at most 0.028: 3.5 of
-    128 samples get another noise level.
+    the density and the uniform density. With the default arguments, `clts/tv` is at most 0.028.
+    This means that 3.5 of 128 samples get a different noise level.
 
     `trainer.global_step` counts accumulated batches once. In manual optimization it counts every
     step of every optimizer.
@@ -149,14 +154,15 @@ class TimestepCurriculum(_Curriculum):
             CIFAR-10 and 300,000 for ImageNet-128.
         mean: noise level u that is trained most, in [0, 1].
         std: standard deviation of the Gaussian in units of u; 1.0 is the paper's sigma = T.
-        num_bins: number of equal bins over [0, 1]; T gives the paper's density over t.
+        num_bins: number of equal bins over [0, 1]. With num_bins = T, the density is the paper's
+            density over t.
         normalize: how the Gaussian and the uniform density are mixed, "truncate" or "mix"; see
             `clts_density`.
 
     Raises:
-        ValueError: for invalid arguments. At fit start, if the module has no `timestep_density`
-            (see `protocols.HasTimesteps`), or if another callback sets it too. At the first batch,
-            if other code has set `timestep_density`.
+        ValueError: if an argument is invalid. At fit start, also if the module has no
+            `timestep_density` (see `protocols.HasTimesteps`), or if another callback sets this
+            attribute too. At the first batch, also if other code has set `timestep_density`.
 
     Source: Eq. 7 and 8 of "Why diffusion models are stable and how to make them faster" (2023).
 
@@ -173,11 +179,11 @@ class TimestepCurriculum(_Curriculum):
 
 
 class CurriculumWeight(_Curriculum):
-    """Control of `TimestepCurriculum`: multiplies the loss by num_bins * p at unchanged times.
+    """Control for `TimestepCurriculum`: multiplies the loss by `num_bins * p` at unchanged times.
 
-    p is the CLTS density. If times are uniform, the expected gradients equal those of
-    `TimestepCurriculum`; only their variance differs. The arguments are those of
-    `TimestepCurriculum`.
+    Here, p is the CLTS density. If times are uniform, the expected gradients equal the expected
+    gradients with `TimestepCurriculum`, and only their variance differs. The class takes the same
+    arguments as `TimestepCurriculum`.
 
     Example:
         >>> curriculum = CurriculumWeight(num_steps=100, num_bins=4)
@@ -194,11 +200,12 @@ class CurriculumWeight(_Curriculum):
 
 
 class ImportanceWeightedCurriculum(_Curriculum):
-    """Control of `TimestepCurriculum`: CLTS times, with the loss divided by num_bins * p.
+    """Control for `TimestepCurriculum`: uses CLTS times, and divides the loss by `num_bins * p`.
 
-    p is the CLTS density. The expected gradients equal those of uniform times. Any gain of CLTS
-    over this control is therefore due to the changed objective. The arguments are those of
-    `TimestepCurriculum`. The Gaussian must be wide enough that no bin has probability 0.
+    Here, p is the CLTS density. The expected gradients equal the expected gradients with uniform
+    times. Any gain of CLTS over this control is therefore due to the changed objective. The class
+    takes the same arguments as `TimestepCurriculum`. The Gaussian must be wide enough that no bin
+    has probability 0.
 
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)

@@ -1,11 +1,11 @@
 """Exponential moving averages of weights, stored apart from the raw weights.
 
-The state of `EMA` in a checkpoint is {} before the first update, and then
+In a checkpoint, the state of `EMA` is {} before the first update. Afterwards it is
 
     {"decays": [float, ...], "steps": {name: int}, "shadows": [{name: Tensor}, ...]}
 
-with one dictionary of averages per decay in "shadows". Names are parameter names without the prefix
-of torch.compile.
+"shadows" contains one dictionary of averages for each decay. Names are the names of the parameters
+without the prefix that torch.compile adds.
 """
 
 import math
@@ -52,7 +52,7 @@ RAW = "raw"
 
 
 def warmup_decay(decay: float, n: int) -> float:
-    """Decay of the average at step n under warm-up: min(decay, (1 + n) / (10 + n)).
+    """Decay of the average at step n under warm-up: `min(decay, (1 + n) / (10 + n))`.
 
     The decay is small in early steps, so that the average soon forgets the initial weights.
 
@@ -66,7 +66,9 @@ def warmup_decay(decay: float, n: int) -> float:
 
 
 def span_decay(decay: float, first: int, last: int, warmup: bool = False) -> float:
-    """Decay of one update that stands for steps first, ..., last - 1: the product of their decays.
+    """Decay of one update that replaces the updates of steps `first` to `last - 1`.
+
+    The decay is the product of the decays of these steps.
 
     Example:
         >>> span_decay(0.5, first=0, last=3)
@@ -82,17 +84,19 @@ def ema_update_(
     decay: float,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Update averages in place: shadow = decay * shadow + (1 - decay) * params.
+    """Update averages in place: `shadow = decay * shadow + (1 - decay) * params`.
 
-    The update is computed by lerp. With lerp, an average that equals the weights stays exactly the
-    same, whereas the formula above would drift by rounding. Parameters are first copied to the
-    device and dtype of their averages. Of split tensors, each rank updates its own part.
+    The update is computed with `torch.lerp`. With lerp, an average that equals the weights stays
+    exactly the same, whereas the formula above would drift by rounding. Parameters are first copied
+    to the device and dtype of their averages. If a tensor is split over ranks, each rank updates
+    its own part.
 
     Args:
         shadow: the averages.
-        params: the weights, one for each average and of the same shape.
+        params: the weights, one for each average and with the same shape.
         decay: weight of the old averages, in [0, 1].
-        found_inf: () float on the device; nothing changes if it is 1. The host does not read it.
+        found_inf: () float on the device. If it is 1, the averages do not change. The host does not
+            read it.
 
     Example:
         >>> shadow = [torch.zeros(2)]
@@ -126,7 +130,7 @@ def _lerp_(
     found_inf: Tensor | None,
     can_fuse: bool,
 ) -> None:
-    """`ema_update_` of whole tensors whose devices and dtypes agree."""
+    """`ema_update_` for whole tensors whose devices and dtypes agree."""
     if found_inf is None:
         torch._foreach_lerp_(averages, weights, 1 - decay)
     # A fused step of SGD with lr 1 - decay and gradient shadow - params computes the lerp. Below
@@ -155,7 +159,7 @@ def _lerp_(
 def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy each value into its target, cast to the target's dtype.
 
-    Of split tensors, each rank copies its own part.
+    If a tensor is split over ranks, each rank copies its own part.
 
     Example:
         >>> target = torch.zeros(2)
@@ -172,7 +176,7 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
     """Raise ValueError if `state` does not have the format of EMA's state.
 
-    The message is a clause, which callers put into a sentence of their own.
+    The message is a clause that callers insert into their own error message.
 
     Example:
         >>> check_averages({"decays": [0.9], "steps": {"w": 1}, "shadows": [{"w": torch.ones(2)}]})
@@ -234,7 +238,7 @@ class _Group:
     strides: list[tuple[int, ...]] | None = None  # of both `lists`; None if no kernel fuses them
 
     def has_changed(self, params: list[Tensor]) -> bool:
-        """Whether the optimizer has other parameters now, or trains one that was frozen."""
+        """Whether the optimizer has different parameters now, or trains one that was frozen."""
         is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
         return not is_same or any(param.requires_grad for param in self.frozen)
 
@@ -242,34 +246,35 @@ class _Group:
 class EMA(pl.Callback):
     """Averages the trainable weights, and validates, tests and predicts with the averages.
 
-    After each optimizer step: shadow = decay * shadow + (1 - decay) * weight.
+    After each optimizer step, the average is `decay * average + (1 - decay) * weight`.
 
     - `EMA` averages each parameter under `prefix` that requires a gradient and belongs to an
-      optimizer, in float32 or wider. Shared parameters are averaged once. Parameters that are
-      unfrozen or added later are averaged from then on.
+      optimizer. Averages are stored in float32 or wider. Shared parameters are averaged once.
+      Parameters that are unfrozen or added later are averaged from then on.
     - Each optimizer counts its own steps, so each network of a GAN is averaged at the steps of its
       own optimizer. Accumulated batches and steps that a GradScaler skips do not count.
-    - Validation, test and predict swap in the average of the first decay, and swap the raw weights
-      back afterwards. Inside `weights(name)` they use the named weights. Before the first update
-      they use the raw weights.
-    - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in, so
-      every checkpoint has the raw weights, too. Averages that are swapped in can be read from the
-      module's parameters. Checkpoints store all averages in
+    - Validation, test and predict swap in the EMA weights of the first decay, and swap the raw
+      weights back afterwards. Inside `weights(name)`, they use the named weights instead. Before
+      the first update, they use the raw weights.
+    - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in.
+      Every checkpoint therefore contains the raw weights. To read the averages while they are
+      swapped in, use the module's parameters. Checkpoints store all averages in
       `checkpoint["callbacks"][ema.state_key]`; the docstring of this file describes the format.
     - On resume, the arguments of this object override those of the checkpoint. If the decays
       differ, a message is printed.
     - The averages belong to the module object. If you replace its weights by hand, use a new EMA,
       or pass a `ckpt_path` to the Trainer.
-    - An error that names the parameter is raised if a non-finite average is used, saved or logged.
-    - Under ModelParallelStrategy, each rank averages its own part of the weights. A save to one
-      file gathers the averages on rank 0. All ranks must save, and must call `weights()`, together.
+    - Using, saving or logging a non-finite average raises an error that names the parameter.
+    - Under ModelParallelStrategy, each rank averages its own part of the weights. Saving to a
+      single file gathers the averages on rank 0. All ranks must save together, and must call
+      `weights()` together.
 
     Args:
-        decays: one or more decays per optimizer step, in [0, 1). 0.9999 has a half-life of 6,931
-            steps.
-        warmup: whether to limit the decay of step n to (1 + n) / (10 + n).
+        decays: one or more decays per optimizer step, in [0, 1). A decay of 0.9999 has a half-life
+            of 6,931 steps.
+        warmup: whether to limit the decay of step n to `(1 + n) / (10 + n)`.
         every_n_steps: optimizer steps between updates. Each update uses the product of the decays
-            of these steps.
+            of the steps since the last update.
         prefix: submodule to average, such as "network"; "" for all. Two EMA callbacks must have
             prefixes that do not contain each other.
         start: number of initial optimizer steps in which the averages equal the weights. `warmup`
@@ -282,9 +287,9 @@ class EMA(pl.Callback):
             because each update copies the weights.
 
     Raises:
-        ValueError: for invalid arguments. At the start of a run, if the prefix has no parameters,
-            if two EMAs overlap, if the strategy is not supported, or if the averages of the
-            checkpoint do not fit the module.
+        ValueError: if an argument is invalid. At the start of a run, also if the prefix has no
+            parameters, if two EMAs overlap, if the strategy is not supported, or if the averages of
+            the checkpoint do not fit the module.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
 
@@ -336,7 +341,7 @@ class EMA(pl.Callback):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps since the averages began; the maximum over optimizers."""
+        """Optimizer steps since averaging started. With several optimizers, their maximum."""
         return max([*self._idle_steps.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:
@@ -357,7 +362,7 @@ class EMA(pl.Callback):
         """Context in which the module's parameters have the named weights. Contexts may be nested.
 
         Args:
-            name: one of `names()`. Before the first update all of them mean the raw weights.
+            name: one of `names()`. Before the first update, each name refers to the raw weights.
         """
         if name not in self._names:
             raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
@@ -503,10 +508,10 @@ class EMA(pl.Callback):
                 shadow[name] = self._copy_as_average(start, averaged[name])
 
     def _match_decays(self, stored: Sequence[float]) -> list[int | None]:
-        """For each decay, the index of the stored average to continue, or None; prints changes.
+        """For each decay, the index of the stored average to continue, or None. Prints changes.
 
-        A decay continues the average of the same decay. If there is none, it continues the next
-        average without a match, if any is left.
+        A decay continues the stored average that has the same decay. If there is none, the decay
+        continues the next stored average without a match, if any is left.
         """
         matches: list[int | None] = []
         unclaimed = [i for i, decay in enumerate(stored) if decay not in self.decays]
@@ -569,7 +574,7 @@ class EMA(pl.Callback):
         return {_plain_name(name): tensor for name, tensor in named}
 
     def _averaged_tensors(self) -> dict[str, Tensor]:
-        """Parameters under the prefix, and buffers to average."""
+        """Parameters under the prefix and, if `buffers` is set, buffers to average."""
         assert self._module is not None
         params = {_plain_name(name): param for name, param in self._module.named_parameters()}
         averaged: dict[str, Tensor] = {
@@ -586,7 +591,7 @@ class EMA(pl.Callback):
     def _averaged_buffers(self) -> dict[str, Tensor]:
         """Floating point buffers in checkpoints, except masks of -inf and spectral norm vectors.
 
-        The vectors of spectral norm have norm 1, and their average would have a smaller one.
+        The vectors of spectral norm have norm 1, and their average would have a smaller norm.
         """
         assert self._module is not None
         if not self.buffers:
@@ -665,14 +670,15 @@ class EMA(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """Key in `checkpoint["callbacks"]`; excludes the decays, which may change on resume."""
+        """Key in `checkpoint["callbacks"]`, without the decays, which may change on resume."""
         return f"{type(self).__qualname__}{ {'prefix': self.prefix} }"
 
     def state_dict(self) -> dict[str, Any]:
         """The averages by decay and name; {} if there are none.
 
-        If weights are split over ranks, all ranks must call this together. Rank 0 gets whole
-        averages and the others {}. If the strategy saves split tensors, each rank gets its part.
+        If weights are split over ranks, all ranks must call this together. Rank 0 gets the whole
+        averages, and the other ranks get {}. If the strategy saves split tensors, each rank gets
+        its part.
         """
         state = self._averages_state()
         return state if saves_split_tensors(self._module) else gather_state(state)
@@ -699,7 +705,7 @@ class EMA(pl.Callback):
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse unsupported strategies and overlapping EMAs before anything is loaded."""
+        """Raise an error for unsupported strategies and overlapping EMAs, before loading."""
         self._loaded = {}
         refuse_strategy(trainer, "EMA")
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -776,7 +782,7 @@ class EMA(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Swap back the raw weights, remove the hooks, and subtract skipped steps from counts."""
+        """Swap back the raw weights, remove the hooks, and subtract skipped steps."""
         self._activate(RAW)
         self._remove_hooks()
         if isinstance(exception, FloatingPointError):

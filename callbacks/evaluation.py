@@ -54,12 +54,13 @@ def refuse_other_run(
 ) -> None:
     """Raise ValueError if a new fit would change a file or folder that another fit has written.
 
-    Call it on all ranks. It does nothing in fits of the command line, which checks this itself.
+    Call it on all ranks. It does nothing in fits that the command line starts, because the command
+    line has its own check.
 
     Args:
         trainer: the Trainer of the fit that starts.
         path: a file or folder that this fit would change.
-        exists: whether another fit has written `path`. The value of rank 0 counts.
+        exists: whether another fit has written `path`. Only the value on rank 0 is used.
         fix: advice for the end of the message.
     """
     is_new = trainer.ckpt_path is None and trainer.global_step == 0
@@ -71,8 +72,8 @@ class PeriodicEvaluation(Callback, ABC):
     """Base of callbacks that measure after every validation of a fit, or every n optimizer steps.
 
     A subclass defines `measure` and `metric_names`. A resumed run measures at the same steps as an
-    uninterrupted one. In `measure`, all ranks must call the network equally often, because weights
-    that are split over ranks are gathered in each call.
+    uninterrupted run. In `measure`, all ranks must call the network the same number of times,
+    because each call gathers the weights that are split over ranks.
 
     Args:
         every_n_steps: optimizer steps between measurements, >= 1; None measures after every
@@ -109,7 +110,10 @@ class PeriodicEvaluation(Callback, ABC):
         """Names of the metrics that a fit logs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the folder; refuse Lightning's WeightAveraging, whose swaps cannot be detected."""
+        """Set the folder. Raise an error if Lightning's WeightAveraging is in use.
+
+        Its swaps of weights cannot be detected.
+        """
         self.folder = Path(output_folder(trainer))
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance_lightning(other, WeightAveraging):
@@ -120,7 +124,7 @@ class PeriodicEvaluation(Callback, ABC):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a fit in which this callback would never run."""
+        """Raise an error for a fit in which this callback would never run."""
         name = type(self).__name__
         if self.every_n_steps is None and not trainer.enable_validation:
             raise ValueError(
@@ -150,9 +154,9 @@ class PeriodicEvaluation(Callback, ABC):
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure, and log the metrics at the logger step of the last optimizer step.
 
-        Metrics go straight to the loggers. `pl_module.log` would defer them to the next logging
-        step, drop all but the last measurement, repeat it at later steps, and lose it if the run is
-        saved and ends before that step.
+        Metrics go straight to the loggers. In contrast, `pl_module.log` would wait for the next
+        logging step and drop all but the last measurement. It would repeat this measurement at
+        later steps, and lose it if the run is saved and ends before the logging step.
         """
         metrics = self.measure(trainer, pl_module)
         for logger in trainer.loggers if metrics else ():
@@ -173,9 +177,9 @@ class PeriodicEvaluation(Callback, ABC):
 def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """Context for evaluating a module during training, without side effects on training.
 
-    Inside, the module is in eval mode, gradients are off, and the Trainer's precision applies. The
-    states of random generators are restored afterwards. Tensors that the module caches inside stay
-    usable in training, which they would not be under `torch.inference_mode`.
+    Inside the context, the module is in eval mode, gradients are off, and the Trainer's precision
+    applies. The states of random generators are restored afterwards. Training can still use tensors
+    that the module caches inside the context. Under `torch.inference_mode`, it could not.
     """
     with (
         isolate_rng(),
@@ -187,14 +191,14 @@ def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
 
 def weights_providers(trainer: Trainer, name: str) -> list[WeightsProvider]:
-    """The callbacks that provide weights of this name."""
+    """The callbacks that provide weights with this name."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return [c for c in callbacks if isinstance(c, WeightsProvider) and name in c.names()]
 
 
 @contextmanager
 def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
-    """Context in which callbacks that provide weights of this name have swapped them in."""
+    """Context in which the module has the weights with this name, which callbacks swap in."""
     with ExitStack() as stack:
         for provider in weights_providers(trainer, name):
             stack.enter_context(provider.weights(name))
@@ -203,7 +207,7 @@ def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
 
 @contextmanager
 def averaged_weights(trainer: Trainer) -> Iterator[str]:
-    """Context with the weights "ema" if a callback provides them, else "raw"; yields that name."""
+    """Context with the weights "ema" if a callback provides them, else "raw". Yields the name."""
     with swap_weights(trainer, "ema"):
         yield "ema" if weights_providers(trainer, "ema") else "raw"
 
@@ -245,10 +249,11 @@ def require_noise_levels(module: LightningModule, callback: str) -> None:
 def generate_images(
     module: LightningModule, seeds: Sequence[int]
 ) -> tuple[Tensor | None, list[int]]:
-    """Generate one image per seed, with labels seed mod `num_classes` if the module has classes.
+    """Generate one image per seed. If the module has classes, the label is `seed % num_classes`.
 
     Returns:
-        (images, []) with images (N, C, H, W) uint8. If samples are not finite: (None, their seeds).
+        The images (N, C, H, W) uint8, and an empty list. If samples are not finite, None and the
+        seeds of these samples.
     """
     assert isinstance(module, CanGenerate)
     num_classes = getattr(module, "num_classes", None)
@@ -285,7 +290,8 @@ def check_images(images: Tensor, num: int) -> None:
 def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
     """The first of a Trainer's DataLoaders whose data set can be indexed; None without one.
 
-    Streams cannot be indexed, nor data sets whose items are whole batches (`batch_size=None`).
+    Streams cannot be indexed. The function also skips data sets whose items are whole batches
+    (`batch_size=None`).
 
     Example:
         >>> loader = DataLoader([0, 1, 2])
@@ -379,7 +385,7 @@ class FixedImages(NamedTuple):
 def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedImages:
     """Read at most `num` images, evenly spaced over the first data set; the same in every call.
 
-    They are read with a new loader, because iterating over the Trainer's loader would restart its
+    The function makes a new loader, because iterating over the Trainer's loader would restart its
     persistent workers in the middle of an epoch.
 
     Args:

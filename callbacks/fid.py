@@ -52,54 +52,56 @@ SPLITS = ("train", "val", "test")
 class FIDEvaluation(PeriodicEvaluation):
     """Scores samples by FID after every validation, or after every n optimizer steps.
 
-    - Samples: `pl_module.generate(seeds, labels)` for the seeds 0, ..., num_samples - 1. If the
-      module has classes, the label is seed mod `num_classes`. Process r of R generates the seeds
-      r, r + R, and so on. The module generates in eval mode, in the Trainer's precision, and with
-      `weights`. The extractor computes in float32. Training is not affected.
-    - Metrics: `val/fid_<num_samples>` and its floor, which is the FID of the same number of real
-      images with the same labels. `trainer.test` logs `test/fid_<num_samples>` if the data have a
-      test split. If `weights` is not "ema", the metric name contains it.
-    - Files: each evaluation appends one line with the whole protocol to `evaluations.jsonl` in the
-      run folder. The checkpoint with the best FID is `checkpoints/best-fid.ckpt` there.
+    - Samples: the callback calls `pl_module.generate(seeds, labels)` for the seeds 0, ...,
+      num_samples - 1. If the module has classes, the label is `seed % num_classes`. Process r of R
+      generates the seeds r, r + R, and so on. The module generates in eval mode, in the Trainer's
+      precision, and with `weights`. The extractor computes in float32. Training is not affected.
+    - Metrics: the callback logs `val/fid_<num_samples>` and its floor. The floor is the FID of the
+      same number of real images with the same labels. `trainer.test` logs `test/fid_<num_samples>`
+      if the data have a test split. If `weights` is not "ema", the metric name contains it.
+    - Files: each evaluation appends one line with the whole FID protocol to `evaluations.jsonl` in
+      the run folder. The checkpoint with the best FID is `checkpoints/best-fid.ckpt` in the same
+      folder.
     - Run folder: `lit-diffusion fit` sets it. In other projects it is the first logger's
       version directory, or `default_root_dir` if there is no logger. A new run raises an error if
-      another run has written there.
+      another run has written to the folder.
     - With `every_n_steps`, the FID goes to the loggers only. `ModelCheckpoint(monitor=...)` cannot
-      use it, because it would assign an old FID to later weights.
-    - If samples are not finite, the FID is NaN, a warning lists their seeds, and training goes on.
+      use it, because the monitor would assign an old FID to later weights.
+    - If samples are not finite, the FID is NaN, a warning lists their seeds, and training
+    continues.
     - `fast_dev_run` generates one sample and computes no FID.
 
     Args:
         num_samples: number of samples to generate, >= 2. FIDs of different numbers of samples are
             not comparable.
-        extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn" or
-            "patches-cnn". It can also be a file that `lit-diffusion train-extractor` has written;
-            the file is copied to the run folder.
+        extractor: an FID protocol, or its name: "inception-v3-compat", "digits-cnn" or
+            "patches-cnn". You can also pass a file that `lit-diffusion train-extractor` has
+            written. This file is copied to the run folder.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
-            folder of images, or an .npz file of images. A split of a loader is used including its
-            augmentation.
+            folder of images, or an .npz file of images. If the split comes from a loader, its
+            images include the loader's augmentation.
         every_n_steps: optimizer steps between evaluations; None evaluates after every validation.
-        weights: name of the weights to use, which a callback provides (`protocols.WeightsProvider`,
-            such as EMA); "raw" is the weights being trained.
+        weights: name of the weights to use. A callback such as EMA provides them (see
+            `protocols.WeightsProvider`). The name "raw" selects the weights being trained.
         batch_size: samples per call of `generate` on each process, >= 1.
         save_best: whether to write best-fid.ckpt.
         cache_dir: folder for statistics of the real images; None is ~/.cache/lit-diffusion.
         repeats_at_end: number of further evaluations after the last step of a fit, each with the
-            next `num_samples` seeds. They are written to `evaluations.jsonl` only, and show how
-            much the FID varies between sets of samples.
+            next `num_samples` seeds. Their results are written to `evaluations.jsonl` only, and
+            show how much the FID varies between sets of samples.
         images: where the images of a batch are, for data without splits: an index, a key, or a
             function of the batch that returns images (N, C, H, W). None uses the batch itself, its
             first part, or the one image tensor of a dictionary. Floats must have 256 levels over
             [0, 1] or [-1, 1].
         auxiliary_metrics: whether to compute other metrics of the same samples and write them to
-            `second_look` in `evaluations.jsonl`. These are the FID to held-out images if
-            `reference` is "train"; the Frechet distances of pixels and of features of an untrained
-            network; the floor of each distance; precision and recall, in features and in pixels;
-            and the fraction of samples that are nearer to a training image than the median held-out
-            image is. The fraction is 0.5 for new images and 1 for copies.
+            `second_look` in `evaluations.jsonl`. One is the FID to held-out images, if `reference`
+            is "train". Others are the Frechet distances of pixels and of features of an untrained
+            network, the floor of each distance, and precision and recall in features and in pixels.
+            The last one is the fraction of samples that are nearer to a training image than the
+            median held-out image is. The fraction is 0.5 for new images and 1 for copies.
 
     Raises:
-        ValueError: for a number out of range. At the start of a run, if weights or data are
+        ValueError: if a number is out of range. At the start of a run, also if weights or data are
             missing.
         FileNotFoundError: at the start of a run, if the extractor's weight file is missing.
 
@@ -165,7 +167,7 @@ class FIDEvaluation(PeriodicEvaluation):
     # Checks before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse an unsupported module, weights, extractor or combination of callbacks."""
+        """Raise an error for an unsupported module, weights, extractor or set of callbacks."""
         super().setup(trainer, pl_module, stage)
         self._real.clear()  # the data may have changed since the last run
         self._evaluated_step, self._best_is_unsaved = None, False
@@ -252,7 +254,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self._save_best(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last step again with other seeds; writes to evaluations.jsonl only."""
+        """Evaluate the last step again with other seeds, and write only to evaluations.jsonl."""
         if trainer.fast_dev_run or not self.repeats_at_end:  # type: ignore[attr-defined]
             return
         if self._evaluated_step != trainer.global_step:
@@ -472,10 +474,10 @@ class FIDEvaluation(PeriodicEvaluation):
 
 
 def averaging_decay(trainer: Trainer, weights: str) -> float | None:
-    """Decay of the named weights; None if it is unknown or callbacks disagree.
+    """Decay of the named weights. None if the decay is unknown or callbacks disagree.
 
-    The decay is read from the name, because EMA names its averages "ema_<decay>". "ema" is another
-    name of the first average.
+    The function reads the decay from the name, because EMA names its averages "ema_<decay>". The
+    first average has the additional name "ema".
 
     Example:
         >>> from lit_diffusion.callbacks import EMA

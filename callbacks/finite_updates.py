@@ -74,7 +74,7 @@ class _MicroBatch:
 
 @dataclass
 class _Unread:
-    """An update that the device skips by itself if it is not finite, with a flag not yet read."""
+    """An update that the device skips if it is not finite. The host has not read its flag yet."""
 
     batches: list[_MicroBatch]
     logger_step: int
@@ -96,10 +96,11 @@ class FiniteUpdates(pl.Callback):
       it. `global_step` and lr schedules advance, as they do when a GradScaler skips a step.
     - After more than `max_nonfinite_steps` skipped updates the run stops. Its checkpoints are not
       changed.
-    - A message names the optimizer step and the rank. If the loss is not finite, it also names the
-      samples and their noise levels, for which training_step must return `u` (B,) in [0, 1], `t`
-      (B,) and `per_sample_loss` (B,) with the loss. It adds the data index of a sample if batches
-      are (images, labels, index). If only gradients are not finite, it names their parameters.
+    - A message names the optimizer step and the rank. If the loss is not finite, the message also
+      names the samples and their noise levels. For this, training_step must return `u` (B,) in [0,
+      1], `t` (B,) and `per_sample_loss` (B,) together with the loss. If batches are (images,
+      labels, index), the message includes the data index of each sample. If only gradients are not
+      finite, the message names their parameters.
     - The batch is saved to non-finite-rank<r>.ckpt in the first logger's version directory, or in
       `default_root_dir` if there is no logger. The name ends in -v1, -v2, ... if an earlier fit has
       left a file. `torch.load(weights_only=True)` reads it: "state_dict" has the weights before the
@@ -133,9 +134,9 @@ class FiniteUpdates(pl.Callback):
         skipped_updates: updates skipped in this run so far, including its resumes.
 
     Raises:
-        ValueError: for a negative number. At the start of a fit, if an optimizer computes losses
-            inside its step, or if max_nonfinite_steps > 0 and the strategy splits weights or
-            updates them itself.
+        ValueError: if `max_nonfinite_steps` is negative. At the start of a fit, also if an
+            optimizer computes losses inside its step, or if `max_nonfinite_steps` is above 0 and
+            the strategy splits weights or updates them itself.
         FloatingPointError: if too many updates are skipped, or non-finite weights would be saved.
 
     Example:
@@ -162,7 +163,7 @@ class FiniteUpdates(pl.Callback):
         self._found_inf: Tensor | None = None  # () float, on the device; None decides on the host
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse an unsupported strategy before anything is loaded."""
+        """Raise an error for an unsupported strategy before anything is loaded."""
         if stage == "fit":
             self.skipped_updates = 0
             self._reset()
@@ -179,7 +180,7 @@ class FiniteUpdates(pl.Callback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse optimizers that compute several losses inside one step."""
+        """Raise an error for optimizers that compute several losses inside one step."""
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise ValueError(
                 "FiniteUpdates cannot skip an update of LBFGS, because LBFGS changes the weights "
@@ -287,7 +288,7 @@ class FiniteUpdates(pl.Callback):
         batches: list[_MicroBatch],
         flags: Tensor,
     ) -> None:
-        """Skip this update if it or one before it is not finite; send the flag to the host."""
+        """Skip this update if it or an earlier one is not finite, and send the flag to the host."""
         assert self._found_inf is not None
         scaler = _grad_scaler(trainer)
         if scaler is not None:
@@ -310,7 +311,7 @@ class FiniteUpdates(pl.Callback):
     def _read_flags(
         self, trainer: pl.Trainer, module: pl.LightningModule, max_unread: int = 0
     ) -> None:
-        """Stop the run if an update was skipped on the device, except the latest `max_unread`."""
+        """Stop the run if the device skipped an update, not counting the latest `max_unread`."""
         while len(self._unread) > max_unread:
             if (update := self._unread.popleft()).is_skipped():
                 self._unread.clear()
@@ -369,7 +370,7 @@ class FiniteUpdates(pl.Callback):
 
     @torch.no_grad()
     def _restore_buffers(self) -> None:
-        """Restore the buffers; if the device decides, only where it skips the update."""
+        """Restore the buffers. If the device decides, do so only where it skips the update."""
         for owner, name, before in self._buffers:
             buffer = getattr(owner, name, None)  # modules may have replaced or removed it
             if buffer is None:
@@ -383,7 +384,7 @@ class FiniteUpdates(pl.Callback):
     # Reporting
 
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule, step: int) -> None:
-        """Save the batch, log at a step of the loggers, and stop the run after too many."""
+        """Save the batch, log at a step of the loggers, and stop the run after too many skips."""
         worst = max(self._skipped_batches, key=_MicroBatch.severity)
         self._skipped_batches = []
         self.skipped_updates += 1
@@ -445,7 +446,7 @@ def _grad_scaler(trainer: pl.Trainer) -> Any:
 
 
 def _check_gradients(optimizers: Sequence[Optimizer]) -> tuple[Tensor, list[nn.Parameter]] | None:
-    """(N,) bool flags of non-finite gradients, and their N parameters; None without gradients."""
+    """(N,) bool flags of non-finite gradients, and their N parameters. None without gradients."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     params = [param for group in groups for param in group["params"] if param.grad is not None]
     return (is_nonfinite([param.grad for param in params]), params) if params else None
@@ -507,7 +508,7 @@ def _save_batch(
 
 
 def _plain_copy(value: Any) -> Any:
-    """A copy with all tensors on the CPU; TypeError unless all else are plain builtins."""
+    """Copy with all tensors on the CPU; TypeError unless all other values are plain builtins."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

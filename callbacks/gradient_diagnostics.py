@@ -22,11 +22,11 @@ from lit_diffusion.protocols import Condition, by_part
 
 
 def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[float, float]:
-    """Estimate the squared norm of the gradient, and its variance, from two batches.
+    """Estimate the squared norm of the gradient and the variance of the gradient from two batches.
 
-    G is the expected gradient and Sigma the covariance of the gradient of one sample. The ratio
-    tr(Sigma) / |G|^2 is the simple noise scale: the batch size at which the noise of a gradient is
-    as large as its signal.
+    In the formulas, G is the expected gradient, and Sigma is the covariance of the gradient of one
+    sample. The ratio `tr(Sigma) / |G|**2` is the simple noise scale. It is the batch size at which
+    the noise of a gradient is as large as its signal.
 
     Args:
         first: mean gradient (P,) of one batch.
@@ -34,10 +34,10 @@ def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[fl
         batch_size: number of samples in each of the two batches.
 
     Returns:
-        Unbiased estimates of |G|^2 and tr(Sigma).
+        Unbiased estimates of `|G|**2` and `tr(Sigma)`.
 
-    Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1, here with two
-    batches of equal size.
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1. This function
+    uses two batches of equal size.
 
     Example:
         >>> signal_and_noise(torch.tensor([3.0, 1.0]), torch.tensor([3.0, -1.0]), batch_size=8)
@@ -66,30 +66,32 @@ def random_halves(num: int) -> Tensor:
 class GradientDiagnostics(PeriodicEvaluation):
     """Logs statistics of the gradients at several noise levels, on fixed training images and noise.
 
-    The levels are u = (i + 1/2) / num_levels for i = 0, 1, ..., where u = 1 is the noisiest. With
-    four levels the metrics are, for example:
+    The levels are `u = (i + 1/2) / num_levels` for i = 0, 1, ..., and u = 1 is the noisiest. With
+    four levels, the metrics are, for example:
 
     - `grad/norm_u0.125`: norm of the mean gradient.
-    - `grad/cosine_u0.125_u0.375`: cosine of the mean gradients of two levels. It is negative if the
-      levels conflict.
+    - `grad/cosine_u0.125_u0.375`: cosine of the mean gradients of two levels. The cosine is
+      negative if the levels conflict.
     - `grad/noise_scale_u0.125`: the batch size at which the noise of the gradient is as large as
-      its signal, estimated from two halves of the images. It is inf if no signal is detected.
+      its signal, estimated from two halves of the images. The value is inf if no signal is
+      detected.
     - `grad/update_ratio`: norm of the last update divided by the norm of the weights.
 
-    Gradients are those of the weights being trained, in eval mode. Training is unchanged: gradients
-    are not accumulated, and no random numbers are consumed. Each rank computes everything, and rank
-    0 logs. A measurement costs 2 num_levels forward and backward passes of half the images.
+    Gradients are computed in eval mode, for the weights being trained. Training is unchanged,
+    because these gradients are not accumulated and no random numbers are consumed. Each rank
+    computes all metrics, and rank 0 logs them. A measurement costs `2 * num_levels` forward and
+    backward passes, each with half of the images.
 
     Args:
         every_n_steps: optimizer steps between measurements.
         num_levels: number of noise levels, >= 1.
         num_images: number of images, even. Each gradient is estimated from half of them.
-        images: where the images of a batch are: an index, a key, or a function of the batch. None
+        images: how to find the images in a batch: an index, a key, or a function of the batch. None
             uses the batch itself, its first part, or the one image tensor of a dictionary.
 
     Raises:
-        ValueError: for invalid numbers, or data that cannot be indexed. At fit start, if weights
-            are split over ranks.
+        ValueError: if a number is invalid or the data cannot be indexed. At fit start, also if
+            weights are split over ranks.
         TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Example:
@@ -129,7 +131,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         require_noise_levels(pl_module, "GradientDiagnostics")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse weights that are split over ranks, because no rank has their whole gradients."""
+        """Raise an error if weights are split over ranks, because no rank has all gradients."""
         if split := find_dtensor(dict(pl_module.named_parameters())):
             raise ValueError(
                 "GradientDiagnostics needs whole gradients, but the weight "

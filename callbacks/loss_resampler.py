@@ -52,7 +52,8 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
 
     Args:
         history: the losses so far.
-        bins: (B,) int64, the bin of each loss, in any order. Losses with bin num_bins are dropped.
+        bins: (B,) int64, the bin of each loss, in any order. Losses with the bin `num_bins` are
+            dropped.
         losses: (B,) losses, the oldest first.
 
     Returns:
@@ -78,16 +79,16 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
 
 
 def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
-    """Density proportional to the root mean square of each bin's losses, mixed with uniform.
+    """Density proportional to the RMS of each bin's losses, mixed with the uniform density.
 
     Args:
         history: losses of num_bins bins.
         uniform_prob: fraction of the uniform density in the mixture.
 
     Returns:
-        (num_bins,) float64 probabilities; ones until every bin has a full history.
+        (num_bins,) float64 probabilities. All are 1 until every bin has a full history.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
+        Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
 
     Example:
         >>> history = LossHistory(torch.tensor([[3.0], [1.0]]).double(), torch.tensor([1, 1]))
@@ -104,14 +105,15 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
 class LossBasedDensity(TimestepWriter):
     """Base of callbacks that sample noise levels from a density computed from recent losses.
 
-    The module's training_step must return a dictionary with "loss", "u" and "per_sample_loss".
-    "u" (B,) has the noise levels in [0, 1]; a discrete t = 0, ..., T - 1 has u = t / T.
-    "per_sample_loss" (B,) has the losses before multiplication by `timestep_weight`.
+    The module's training_step must return a dictionary with "loss", "u" and "per_sample_loss". The
+    entry "u" (B,) contains the noise levels in [0, 1]; for a discrete t = 0, ..., T - 1, set
+    `u = t / T`. The entry "per_sample_loss" (B,) contains the losses before multiplication by
+    `timestep_weight`.
 
     The losses of all ranks are gathered, and non-finite losses are dropped. Checkpoints contain the
-    history, so a resume is exact. List the callback before others that save a checkpoint in
-    `on_train_batch_end`, such as FIDEvaluation(every_n_steps). Lightning puts its own checkpoint
-    callbacks last.
+    history, so a resume is exact. List this callback before callbacks that save a checkpoint in
+    `on_train_batch_end`, such as FIDEvaluation(every_n_steps). You need not move Lightning's own
+    checkpoint callbacks, because Lightning puts them last.
 
     Args:
         num_bins: number of equal bins over [0, 1]. Fewer bins fill up sooner.
@@ -119,10 +121,10 @@ class LossBasedDensity(TimestepWriter):
         uniform_prob: fraction of samples that stay uniform, in (0, 1].
 
     Raises:
-        ValueError: for invalid arguments. At fit start, if the module does not implement
-            `protocols.HasTimesteps`, or if the checkpoint has another num_bins or history. At the
-            first batch, if other code sets the same attributes, or if training_step returns other
-            outputs.
+        ValueError: if an argument is invalid. At fit start, also if the module does not implement
+            `protocols.HasTimesteps`, or if the checkpoint has a different num_bins or history. At
+            the first batch, also if other code sets the same attributes, or if training_step
+            returns different outputs.
 
     Example:
         >>> class LastLoss(LossBasedDensity):
@@ -173,7 +175,7 @@ class LossBasedDensity(TimestepWriter):
         return {f"{self.logged}/full": full, f"{self.logged}/tv": tv}
 
     def state_dict(self) -> dict[str, Any]:
-        """The history as CPU tensors: "losses", and their counts under "seen"."""
+        """The history as CPU tensors: the losses as "losses", and their counts as "seen"."""
         losses, counts = self._state.to("cpu")
         return {"losses": losses, "seen": counts}
 
@@ -190,11 +192,11 @@ class LossBasedDensity(TimestepWriter):
         self._state, self._is_loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget that a checkpoint was loaded; Lightning loads checkpoints after this hook."""
+        """Forget that a checkpoint was loaded. Lightning loads checkpoints after this hook."""
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue the history of the checkpoint or of this module's last fit, else a new one."""
+        """Continue the history from the checkpoint or this module's last fit, else start anew."""
         super().on_fit_start(trainer, pl_module)
         if not self._is_loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
             self._state = LossHistory.empty(self.num_bins, self.history)
@@ -228,12 +230,13 @@ class LossBasedDensity(TimestepWriter):
 class LossSecondMomentResampler(LossBasedDensity):
     """Samples noise levels by the RMS of their recent losses, with importance weights on the loss.
 
-    Gradients stay unbiased. Noise levels are uniform until each bin has `history` losses; 4,000
-    bins take about 100,000 samples. Logs `resampler/full`, the fraction of full bins, and
-    `resampler/tv`, the total variation between the density and the uniform one.
+    Gradients stay unbiased. Noise levels are uniform until each bin has `history` losses. With
+    4,000 bins, this takes about 100,000 samples. Logs `resampler/full`, the fraction of full bins,
+    and `resampler/tv`, the total variation between the density and the uniform density.
 
     The module needs the attributes `timestep_density` and `timestep_weight`, and its training_step
-    must return `u` and `per_sample_loss`. `LossBasedDensity` describes them, and the errors.
+    must return `u` and `per_sample_loss`. See `LossBasedDensity` for these outputs and for the
+    errors.
 
     Args:
         num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
@@ -262,13 +265,13 @@ class LossSecondMomentResampler(LossBasedDensity):
 class LossDensity(LossBasedDensity):
     """Samples noise levels in proportion to the mean of their recent losses, without reweighting.
 
-    This changes the objective: levels with a large weighted loss get more samples, and a level with
+    This changes the objective. Levels with a large weighted loss get more samples, and a level with
     a loss near 0 gets almost none. Noise levels are uniform until each bin has `history` losses.
     Logs `loss_density/full`, the fraction of full bins, and `loss_density/tv`, the total variation
-    between the density and the uniform one.
+    between the density and the uniform density.
 
     The module needs the attribute `timestep_density`, and its training_step must return `u` and
-    `per_sample_loss`. `LossBasedDensity` describes them, and the errors.
+    `per_sample_loss`. See `LossBasedDensity` for these outputs and for the errors.
 
     Args:
         num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.

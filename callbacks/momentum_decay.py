@@ -1,4 +1,4 @@
-"""Momentum decay with learning rate compensation (MDLRC), and a control with its lr alone."""
+"""Momentum decay with learning rate compensation (MDLRC), and a control that only changes lr."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -46,25 +46,25 @@ def momentum_decay(
 ) -> DecayedMomentum:
     """Compute the decayed beta1 of a step, and the lr factor that compensates for it.
 
-    With tau = min(step / total_steps, 1), the completed fraction of the run:
+    With `tau = min(step / total_steps, 1)`, the completed fraction of the run, they are
 
         beta1     = max(beta0 * (1 - tau) / (1 - beta0 * tau), min_beta1)
         lr_factor = (1 - beta0) / (1 - beta1)
 
-    beta1 / (1 - beta1), the weight of past gradients relative to the newest one, falls linearly.
-    lr * (1 - beta1), the weight of the newest gradient in the update, stays constant. Until beta1
-    reaches min_beta1, lr_factor decays linearly, as 1 - beta0 * tau. From then on beta1 and
-    lr_factor are constant.
+    The weight of past gradients relative to the newest one is `beta1 / (1 - beta1)`, and it falls
+    linearly. The weight of the newest gradient in the update is `lr * (1 - beta1)`, and it stays
+    constant. Until `beta1` reaches `min_beta1`, `lr_factor = 1 - beta0 * tau` decays linearly. From
+    then on, `beta1` and `lr_factor` are constant.
 
     Args:
-        step: optimizer steps completed before this one; the first has tau = 0.
+        step: optimizer steps completed before this one. The first step has tau = 0.
         total_steps: optimizer steps of the whole run.
         beta0: beta1 at the start, in [0, 1).
         min_beta1: floor, in [0, beta0]; 0 for none.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023),
-    section 4.3; its appendix B adds the floor. beta1 without a floor is from Chen & Kyrillidis
-    2019, "Decaying momentum helps neural network training" (Demon, arXiv 1910.04952).
+    section 4.3; its appendix B adds the floor. The formula for beta1 without a floor is from Chen &
+    Kyrillidis 2019, "Decaying momentum helps neural network training" (Demon, arXiv 1910.04952).
 
     Example:
         >>> momentum_decay(0, 1000, beta0=0.8)
@@ -88,34 +88,36 @@ def momentum_decay(
 class MomentumDecay(pl.Callback):
     """Momentum decay with learning rate compensation (MDLRC), or Demon without the compensation.
 
-    After `step` completed updates, the next one uses beta1 and lr * lr_factor, which
-    `momentum_decay(step, total_steps, beta0, min_beta1)` returns. beta0 is the beta1 that each
-    param group is configured with.
+    After `step` completed updates, the next update uses `beta1` and `lr * lr_factor`. The function
+    `momentum_decay(step, total_steps, beta0, min_beta1)` returns `beta1` and `lr_factor`. Here,
+    `beta0` is the beta1 with which each param group is configured.
 
     - beta1 and lr are changed only during the update. Schedulers, LearningRateMonitor, the training
       step and all checkpoints see the configured values.
-    - Steps are the calls of `optimizer.step()`, counted for each optimizer. A GradScaler does not
-      call it for an update that it skips, unless the optimizer is fused.
+    - Steps are the calls of `optimizer.step()`, counted for each optimizer. If a GradScaler skips
+      an update, the step counts only for a fused optimizer, because the GradScaler calls only the
+      `step()` of fused optimizers in this case.
     - Checkpoints contain the counts and total_steps. On resume, total_steps=None uses the
-      checkpoint's total_steps. A warning is printed if the checkpoint and this run differ.
+      checkpoint's total_steps. If the total_steps of the checkpoint and of this run differ, a
+      warning is printed.
     - At the start of a batch, `mdlrc/beta1` and `mdlrc/lr` of the next update are logged. With
-      several optimizers or groups the names are `mdlrc/lr_optimizer1_group0` and so on.
+      several optimizers or groups, the names are `mdlrc/lr_optimizer1_group0` and so on.
     - AdamW multiplies its weight decay by the lr, so the compensation scales it as well.
 
     Args:
-        total_steps: steps of each optimizer until beta1 would be 0 without a floor; None uses the
-            length of the fit.
+        total_steps: steps of each optimizer until beta1 would reach 0 without a floor. None uses
+            the length of the fit.
         min_beta1: floor of beta1, in [0, beta0].
-        compensate_lr: whether to multiply the lr by lr_factor; False is Demon. SGD, RMSprop and
-            Muon need False. The updates of SGD and RMSprop shrink with the momentum anyway, because
-            they have no factor 1 - momentum. The updates of Muon are normalized.
+        compensate_lr: whether to multiply the lr by lr_factor. False gives Demon. SGD, RMSprop and
+            Muon require False. The updates of SGD and RMSprop shrink with the momentum anyway,
+            because they have no factor `1 - momentum`. The updates of Muon are normalized.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
         ValueError: at the start of a fit, if total_steps is unknown, if min_beta1 is above beta0,
-            or if two such callbacks would change the same optimizer. Also if an optimizer has no
-            momentum, if a scheduler cycles its momentum, if compensate_lr is set for updates unlike
-            Adam's, or if the strategy is not supported.
+            or if two of these callbacks would change the same optimizer. Also if an optimizer has
+            no momentum, if a scheduler cycles the momentum, if compensate_lr is set for an
+            optimizer whose updates are unlike Adam's, or if the strategy is not supported.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023);
     Demon: Chen & Kyrillidis 2019 (arXiv 1910.04952).
@@ -147,7 +149,7 @@ class MomentumDecay(pl.Callback):
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """Options that replace those of the group in the update after `step` completed ones."""
+        """Options that replace the group's options in the update after `step` completed updates."""
         beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:
@@ -194,14 +196,14 @@ class MomentumDecay(pl.Callback):
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse unsupported strategies, and reset all state except this Trainer's step counts."""
+        """Raise an error for unsupported strategies, and reset all state except the step counts."""
         self._is_fit = stage == "fit"
         if self._is_fit:
             refuse_strategy(trainer, type(self).__name__)
             self._total_steps, self._steps = 0, self._steps if trainer.global_step else []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse unsupported optimizers and schedulers, and conflicts between callbacks."""
+        """Raise an error for unsupported optimizers or schedulers, or conflicting callbacks."""
         refuse_split_weights(trainer, pl_module, type(self).__name__)
         indices = self._optimizer_indices(trainer)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -328,11 +330,12 @@ class MomentumDecay(pl.Callback):
 
 
 class LRCompensation(MomentumDecay):
-    """Control of `MomentumDecay`: applies its lr in every update, but leaves beta1 unchanged.
+    """Control for `MomentumDecay`: uses the same lr in every update, but leaves beta1 unchanged.
 
-    The lr is the optimizer's lr times the lr_factor of
-    `momentum_decay(step, total_steps, beta0, min_beta1)`. Bit for bit, it equals the lr of a run
-    with `MomentumDecay` and an initial beta1 of `beta0`. The two runs differ only in momentum.
+    The lr is the optimizer's lr times the lr_factor that
+    `momentum_decay(step, total_steps, beta0, min_beta1)` returns. It is bit-identical to the lr of
+    a run with `MomentumDecay` and an initial beta1 of `beta0`. The two runs differ only in
+    momentum.
 
     Args:
         total_steps: length of the schedule in optimizer steps; None uses the length of the fit.
@@ -357,7 +360,7 @@ class LRCompensation(MomentumDecay):
         self.beta0 = beta0
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """The lr of the update after `step` completed ones."""
+        """The lr of the update after `step` completed updates."""
         lr_factor = momentum_decay(step, total_steps, self.beta0, self.min_beta1).lr_factor
         return {"lr": group["lr"] * lr_factor}
 

@@ -21,27 +21,27 @@ from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
 
 
 class NoiseLevelLoss(PeriodicEvaluation):
-    """Logs the mean loss of fixed images with fixed noise at levels u = (i + 1/2) / num_levels.
+    """Logs the mean loss of fixed images with fixed noise at levels `u = (i + 1/2) / num_levels`.
 
-    The metrics are `val/loss_u0.05`, ..., `val/loss_u0.95`, where u = 1 is the noisiest level. For
-    training images they are `train/loss_u0.05` and so on. Images, noise and levels are the same
-    every time, so only the weights change the values. Every rank computes all values, so they do
-    not depend on the batch size or the number of ranks.
+    The metrics are `val/loss_u0.05`, ..., `val/loss_u0.95`, and u = 1 is the noisiest level. For
+    training images, the names are `train/loss_u0.05` and so on. Images, noise and levels are the
+    same in every measurement, so the values change only with the weights. Every rank computes all
+    values, so they do not depend on the batch size or the number of ranks.
 
     Args:
         num_levels: number of noise levels, >= 1.
         num_images: number of images, evenly spaced over the first data set. A smaller data set is
             used in full.
-        every_n_steps: None measures held-out images after every validation, with the weights that
-            were validated. A number n measures training images after every n optimizer steps, with
-            averaged weights if a callback provides them. Losses of training images go to the
-            loggers only, and not to `trainer.callback_metrics`.
-        images: where the images of a batch are: an index, a key, or a function of the batch. None
+        every_n_steps: when to measure, and on which images. None measures held-out images after
+            every validation, with the weights that were validated. A number n measures training
+            images after every n optimizer steps, with averaged weights if a callback provides them.
+            Losses of training images go to the loggers only, and not to `trainer.callback_metrics`.
+        images: how to find the images in a batch: an index, a key, or a function of the batch. None
             uses the batch itself, its first part, or the one image tensor of a dictionary. Images
             are passed to the module's codec unchanged. Labels are the second part of a tuple.
 
     Raises:
-        ValueError: for invalid numbers, a fit without validation, or data that cannot be indexed.
+        ValueError: if a number is invalid, a fit has no validation, or the data cannot be indexed.
         TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Example:
@@ -110,7 +110,7 @@ def noise_level_losses(
     """Compute the mean loss of a batch at each noise level, with the same noise.
 
     Args:
-        module: gives the loss of each sample.
+        module: module that computes the loss of each sample.
         x0: (B, C, H, W) encoded images.
         labels: labels or conditions of the B images, or None.
         noise: (B, C, H, W).

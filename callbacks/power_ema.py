@@ -1,4 +1,4 @@
-"""Power-function averages of weights, with snapshots from which other widths are reconstructed."""
+"""Power-function averages of weights. Averages of other widths are reconstructed from snapshots."""
 
 import shutil
 from math import prod
@@ -24,24 +24,26 @@ from lit_diffusion.files import check_regular
 class PowerEMA(EMA):
     """EMA whose decay grows with the step, so that it averages over a fixed fraction of the run.
 
-    After step n: shadow = d shadow + (1 - d) weight, with d = (1 - 1 / n)^(gamma + 1). The relative
-    width sets gamma. It is the standard deviation of the averaged steps, divided by the number of
-    steps so far; 0.05 and 0.10 are usual. The names of the weights are "power_<width>", and "ema"
-    for the first width. Steps are counted from the start of the averages.
+    After step n, the average is `d * average + (1 - d) * weight`, with
+    `d = (1 - 1 / n) ** (gamma + 1)`. The relative width determines gamma. The relative width is the
+    standard deviation of the averaged steps, divided by the number of steps so far. Usual widths
+    are 0.05 and 0.10. The names of the weights are "power_<width>", and "ema" for the first width.
+    Steps are counted from the start of the averages.
 
     If a run has two widths and snapshots, averages of other widths can be reconstructed from a
     checkpoint and the snapshots before it: `load(run, weights="power_0.07")`, or
-    `lit-diffusion evaluate --ema 0.03,0.07,0.15`. 30 snapshots suffice for widths of 0.02 to 0.25.
-    A width raises an error if the relative error of its profile exceeds 0.1.
+    `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For widths from 0.02 to 0.25, 30 snapshots
+    suffice. If the relative error of the profile of a width exceeds 0.1, the reconstruction raises
+    an error.
 
-    Like `EMA`, it averages trainable parameters in float32, validates, tests and predicts with the
-    first average, and leaves the raw weights in `state_dict()` and checkpoints. A resume deletes
-    the snapshots of later steps and cannot add a width. A checkpoint stores the SHA-256 of its
-    snapshots, and snapshots with another hash raise an error.
+    Like `EMA`, this callback averages trainable parameters in float32. It validates, tests and
+    predicts with the first average, and leaves the raw weights in `state_dict()` and checkpoints. A
+    resumed run deletes the snapshots of later steps and cannot add a width. A checkpoint stores the
+    SHA-256 hashes of its snapshots. A snapshot with a different hash raises an error.
 
-    Rounding errors of the averages in float32 grow with the steps. After 400,000 steps they are
-    0.3% of the difference between widths 0.05 and 0.10 if weights move by 10% in a run, and more if
-    weights move less.
+    Rounding errors of the averages in float32 grow with the number of steps. If weights move by 10%
+    in a run, the errors after 400,000 steps are 0.3% of the difference between widths 0.05 and
+    0.10. If weights move less, the errors are larger relative to this difference.
 
     Args:
         widths: relative widths, one or more, above 0 and below 0.289.
@@ -52,9 +54,9 @@ class PowerEMA(EMA):
             because each update copies the weights.
 
     Raises:
-        ValueError: for a width out of range, two PowerEMA with snapshots, or a checkpoint that
-            lacks a width. Like `EMA`, for a prefix without parameters, overlapping EMAs, or an
-            unsupported strategy.
+        ValueError: if a width is out of range, if two `PowerEMA` write snapshots, or if the
+            checkpoint lacks a width. As in `EMA`, also if the prefix has no parameters, if EMAs
+            overlap, or if the strategy is not supported.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 3.
 
@@ -87,14 +89,14 @@ class PowerEMA(EMA):
         return prod(power_decay(self._gammas[decay], n + 1) for n in range(first, last))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of EMA, with the hashes of the snapshots."""
+        """The state of `EMA`, with the hashes of the snapshots added."""
         state = super().state_dict()
         if state and self._hashes:
             state["snapshots"] = dict(self._hashes)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore averages and hashes; refuse widths that the checkpoint lacks."""
+        """Restore averages and hashes; raise an error for widths that the checkpoint lacks."""
         super().load_state_dict(state_dict)
         self._hashes = dict(state_dict.get("snapshots", {}))
         saved = state_dict.get("decays", self.decays)
@@ -106,7 +108,7 @@ class PowerEMA(EMA):
             )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check for conflicts like EMA; refuse a second PowerEMA that writes the same files."""
+        """Check as `EMA` does; raise an error if another `PowerEMA` writes the same files."""
         super().setup(trainer, pl_module, stage)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         writers = [each for each in callbacks if getattr(each, "snapshot_every_n_steps", None)]

@@ -32,9 +32,9 @@ _INSTALLED = ("<", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib",
 class RankWatch(Callback):
     """Ends all ranks when one of them fails, is killed or hangs, with a message that names it.
 
-    The other ranks print the message and exit with code 1. An example is "rank 1 has kept the
-    others waiting for 60 s at step 17, in data.py:33 (read)". All ranks need this callback. List
-    it first.
+    The other ranks print the message and exit with code 1. An example of a message is "rank 1 has
+    kept the others waiting for 60 s at step 17, in data.py:33 (read)". All ranks need this
+    callback. List it before all other callbacks.
 
     Args:
         timeout: seconds for which a rank may be silent or keep the others waiting, >= 3. None uses
@@ -64,7 +64,7 @@ class RankWatch(Callback):
             self._watch = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: Any) -> None:
-        """Report the exception to the other ranks, or read from them which rank caused it."""
+        """Report the exception to the other ranks, or find the rank that caused it."""
         if self._watch is None:  # raised before `setup`
             self.setup(trainer, pl_module, "")
         if self._watch is None:
@@ -102,8 +102,8 @@ class Heartbeat:
 def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str:
     """Name the rank that ended or blocked the run, in a message; "" if there is none.
 
-    Silent ranks are named first, and then ranks that the others wait for. Of several such ranks,
-    the one that is furthest behind is named.
+    The function names a silent rank if there is one, and otherwise a rank for which the others
+    wait. If there are several, it names the rank that is furthest behind.
 
     Args:
         ranks: the last heartbeat of each rank.
@@ -156,7 +156,7 @@ class _Watch(threading.Thread):
         return self._beat.message or find_culprit(rank_0, math.inf, 0)  # its store does not answer
 
     def run(self) -> None:
-        """Watch until the store has the end of this rank; on rank 0, the end of all ranks."""
+        """Watch until this rank has reported its end, and on rank 0 until all ranks have."""
         beat, store = self._beat, self._group.get_group_store().clone()  # the other may be busy
         run_number = store.add(f"rank_watch/{self._rank}", 1)
         store = PrefixStore(f"rank_watch/{run_number}", store)
@@ -176,7 +176,7 @@ class _Watch(threading.Thread):
             os._exit(1)
 
     def _exchange(self, store: Store) -> bool:
-        """Write a heartbeat and read those of other ranks; return whether to continue."""
+        """Write a heartbeat, read the heartbeats of other ranks, and return whether to continue."""
         beat, state = self._beat, self._state  # read before the failure, which `leave` sets first
         beat.message = beat.message or self._failure
         beat.state = "ended" if beat.message and state == "lost" else state
@@ -203,7 +203,7 @@ class _Watch(threading.Thread):
 
 
 def _live_process(number: int | str) -> str:
-    """Machine and id of a process that is running; "" if it has ended, or outside Linux."""
+    """Machine and id of a running process. "" if the process has ended, or outside Linux."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         if Path(f"/proc/{number}/stat").read_text().rpartition(") ")[2][0] not in "ZX":
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

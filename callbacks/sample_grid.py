@@ -54,25 +54,26 @@ class SampleGrid(PeriodicEvaluation):
     - `nearest-00001000-ema.png`: each sample next to its nearest training image in pixel space,
       among at most 256 MB of evenly spaced training images. If there are no training images with
       the samples' shape, this grid is left out and a message is printed once.
-    - `val/memorized`, a metric that is logged with the second grid: the fraction of samples that
-      are nearer to a training image than the median held-out image is. It is about 0.5 for new
-      images and 1 for copies.
+    - `val/memorized`: a metric that is logged with the second grid. It is the fraction of samples
+      that are nearer to a training image than the median held-out image is. The fraction is about
+      0.5 for new images and 1 for copies.
 
     Every rank generates all samples. The random state of training is unchanged.
 
     Args:
         num: number of samples, 1 to 10,000.
-        labels: labels of the samples, repeated in turn. None uses seed mod `num_classes` if the
-            data module has `class_names`, else the default of the module.
+        labels: labels of the samples, repeated in turn. None uses `seed % num_classes` if the data
+            module has `class_names`, else the module's default.
         every_n_steps: optimizer steps between grids; None writes after every validation of a fit.
         batch_size: samples generated at a time.
-        images: where the images of a training batch are: an index, a key, or a function of the
+        images: how to find the images in a training batch: an index, a key, or a function of the
             batch. None uses the batch itself, its first part, or the one image tensor of a
             dictionary.
 
     Raises:
-        ValueError: for invalid numbers. At fit start, if labels are not classes of the module, if
-            the callback would never run, or if the folder of a new run has grids of another run.
+        ValueError: if a number is invalid. At fit start, also if labels are not classes of the
+            module, if the callback would never run, or if the folder of a new run contains grids of
+            another run.
         TypeError: at fit start, if the module has no `generate(seeds, labels=None)`.
 
     Example:
@@ -108,7 +109,7 @@ class SampleGrid(PeriodicEvaluation):
         return ["val/memorized"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse labels and modules that cannot be sampled."""
+        """Raise an error for labels or modules that cannot be sampled."""
         require_generate(pl_module, "SampleGrid")
         num_classes, labels = getattr(pl_module, "num_classes", None), self.labels
         if labels and num_classes and not -1 <= min(labels) <= max(labels) < num_classes:
@@ -234,11 +235,11 @@ def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step
 
 
 def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int = 512) -> Tensor:
-    """Arrange images in a near-square grid about `width` pixels wide; enlarges small images.
+    """Arrange images in a near-square grid about `width` pixels wide, and enlarge small images.
 
     Args:
         images: (N, C, H, W) uint8, C = 1, ..., 4.
-        captions: one text for each image, written below it.
+        captions: one text for each image, which is written below the image.
         width: approximate width of the grid in pixels.
 
     Returns:

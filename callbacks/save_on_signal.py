@@ -27,26 +27,28 @@ from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, SignalRecorde
 class SaveOnSignal(AccumulationTracker, Callback):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends the process.
 
-    The exit code is 75 after a signal of a batch system, 130 after Ctrl-C, and 129 after SIGHUP,
-    which a terminal sends when it closes. Under nohup, SIGHUP stays ignored.
+    The exit code is 75 after a signal from a batch system, and 130 after Ctrl-C. It is 129 after
+    SIGHUP, which a terminal sends when it closes. Under nohup, SIGHUP stays ignored.
 
     A safe point is the end of a training batch in which the optimizer stepped, or the end of the
     validation after it. The last batch of an epoch is not a safe point, because a resume would skip
-    the hooks of the epoch's end. All ranks save after the same step, no matter which of them
-    receive the signal. Further signals have no effect. Only a second Ctrl-C before the save ends
-    the process at once.
+    the hooks of the epoch's end. All ranks save after the same step, no matter which ranks receive
+    the signal. Further signals have no effect, except that a second Ctrl-C before the save ends the
+    process at once.
 
-    If a SLURM job is preempted, or is signalled by `sbatch --signal=SIGUSR1`, rank 0 asks SLURM to
-    requeue the job. Lightning's own handlers are disabled, because they save inside the handler.
+    If SLURM preempts the job, or sends the signal requested with `sbatch --signal=SIGUSR1`, rank 0
+    asks SLURM to requeue the job. Lightning's own handlers are disabled, because they save inside
+    the handler.
 
     Args:
-        folder: folder of last.ckpt; None is checkpoints/ in the Trainer's `default_root_dir`.
+        folder: folder for last.ckpt. None uses checkpoints/ in the Trainer's `default_root_dir`.
         signals: names of the signals after which to save.
         requeue: whether to requeue a SLURM job.
 
     Raises:
-        ValueError: for unknown signals. At the start of a fit, if Lightning would resume from a
-            checkpoint of another job, or if a new fit would replace the last.ckpt of another fit.
+        ValueError: if a signal is unknown. At the start of a fit, also if Lightning would resume
+            from a checkpoint of another job, or if a new fit would replace the last.ckpt of another
+            fit.
 
     Example:
         >>> saver = SaveOnSignal("checkpoints")
@@ -74,13 +76,13 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
     @property
     def path(self) -> Path:
-        """Path of the checkpoint; raises ValueError before a fit if no folder was passed."""
+        """Path of the checkpoint. Before a fit, raises ValueError if no folder was passed."""
         if self.folder is None:
             raise ValueError("SaveOnSignal has no folder before a fit; pass one.")
         return self.folder / "last.ckpt"
 
     def checkpoint_of_requeue(self) -> Path | None:
-        """The checkpoint to resume if SLURM has requeued the job that saved it, else None."""
+        """The checkpoint from which to resume if SLURM has requeued this job, else None."""
         path = path_after_replace(self.path)
         return path if is_requeue_of(path.parent) and is_checkpoint(path) else None
 
@@ -116,7 +118,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
             mark_checkpoints(self.path.parent)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """End the process if it has saved; the step of the save is complete and logged by now."""
+        """End the process if it has saved. By now, the step of the save is complete and logged."""
         if self._exit is not None:
             raise self._exit
         super().on_train_batch_start(trainer)
@@ -174,7 +176,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
 
 class _MaxReducer:
-    """Maximum of a number over all ranks; all ranks get the same value in the same call."""
+    """Maximum of a number over all ranks. All ranks get the same value in the same call."""
 
     def __init__(self, trainer: Trainer | None = None) -> None:
         self._group: Any = None
@@ -197,7 +199,7 @@ class _MaxReducer:
         return maximum
 
     def reduce(self, number: int) -> int:
-        """Return the maximum over this and the last call's numbers; waits for the other ranks."""
+        """Wait for the other ranks, and return the maximum over this call and the last one."""
         return max(self.reduce_async(number), self._wait()) if self._group else number
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ _JOB_FILE = "slurm-job"
 
 
 def job_id() -> str | None:
-    """Id of the job in SLURM's commands, such as 7, or 7_2 for a task of an array.
+    """Id of this job in SLURM's commands, such as 7, or 7_2 for a task of an array.
 
     SLURM_JOB_ID alone is ambiguous: in one task of an array it equals the id of the whole array.
 
@@ -35,16 +35,16 @@ def job_id() -> str | None:
 def requeue_job(job: str, number: signal.Signals) -> str:
     """Ask SLURM to requeue a running job after a signal.
 
-    After SIGTERM, a job is requeued only if SLURM preempts it. Otherwise a user has stopped this
-    process, and may have other work in the job. A job that was cancelled or has reached its time
-    limit is not requeued.
+    After SIGTERM, the job is requeued only if SLURM preempts it. Otherwise, a user has stopped this
+    process and may have other work in the job. The job is also not requeued if it was cancelled or
+    has reached its time limit.
 
     Args:
         job: id of the job (`job_id`).
         number: the signal that this process has received.
 
     Returns:
-        A sentence that tells whether the job is requeued, and why.
+        A sentence that says whether the job is requeued, and why.
     """
     status = _run(["scontrol", "show", "job", "--oneliner", job])
     states = set(re.findall(r"\bJobState=(\S+)", status.stdout))
@@ -91,7 +91,7 @@ def _restarts() -> int:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a SLURM command, up to three times, in a session of its own that gets no signals."""
+    """Run a SLURM command up to three times, in a separate session that gets no signals."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     for wait in (2.0, 8.0, 0.0):
         try:

@@ -1,4 +1,4 @@
-"""Seed the random numbers of training by (seed, rank, step, batch), for any module."""
+"""Seed the random numbers of training by (seed, rank, step, batch) in any module."""
 
 import hashlib
 import os
@@ -19,10 +19,11 @@ class StepSeed(pl.Callback):
 
     The seed is a hash of the run's seed, the rank, the optimizer step and the batch index.
 
-    Without it, Lightning seeds all ranks equally, so all ranks draw the same noise and noise levels
-    in `training_step`. A resumed run repeats the random numbers of the first epoch. With it, ranks
-    differ, runs are reproducible, and a resumed run draws the same numbers as an uninterrupted one.
-    `DiffusionModule` does not need this callback, because it seeds itself by the same key.
+    Without this callback, Lightning seeds all ranks equally, so all ranks draw the same noise and
+    noise levels in `training_step`. A resumed run then repeats the random numbers of the first
+    epoch. With this callback, ranks draw different numbers, and runs are reproducible. A resumed
+    run draws the same numbers as an uninterrupted run. `DiffusionModule` does not need this
+    callback, because it already computes its seeds in the same way.
 
     Args:
         seed: seed of the run; None uses the seed that was passed to `seed_everything`.
@@ -42,7 +43,7 @@ class StepSeed(pl.Callback):
         return int(stored) if self.seed is None and stored is not None else self.seed
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse a run without a seed."""
+        """Raise an error for a run without a seed."""
         if self._run_seed() is None:
             raise ValueError(
                 "StepSeed(seed=None) needs the seed of seed_everything(), which was not called; "

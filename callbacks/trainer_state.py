@@ -1,18 +1,19 @@
 """State of a running fit that callbacks need beyond Lightning's public API.
 
-This file has functions for the progress of a fit, for checks of strategies and optimizers, for
-tensors that are split over ranks or not finite, and a base class of callbacks that set noise
-levels.
+This file has functions that read the progress of a fit, check strategies and optimizers, and handle
+tensors that are split over ranks or not finite. It also has a base class for callbacks that set
+noise levels.
 
 ema.py, momentum_decay.py, curriculum.py, loss_resampler.py, step_seed.py and finite_updates.py
 depend only on this file, torch and Lightning. To use one of them in your own package, copy it
 together with this file.
 
 Callbacks use private names of Lightning only through this file. A test asserts that each name
-exists with the expected signature. setup.cfg caps lightning below the next minor version.
+exists with the expected signature. The file setup.cfg restricts lightning to versions below the
+next minor version.
 
 A split tensor is a torch DTensor, which FSDP2 and tensor parallelism create. It has the shape of
-the whole tensor, and each rank stores a part of it, which may be empty. A function marked
+the whole tensor, but each rank stores only a part, which may be empty. A function marked
 "Collective" must be called on every rank.
 """
 
@@ -51,7 +52,7 @@ T = TypeVar("T")
 
 
 def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
-    """Check the class of an object, whether it comes from `lightning` or `pytorch_lightning`.
+    """`isinstance` for classes that exist in both `lightning` and `pytorch_lightning`.
 
     Both packages may be installed, and each defines its own copy of every class.
 
@@ -73,8 +74,8 @@ class AccumulationTracker:
     """Mixin for callbacks that need to know whether gradients are being accumulated.
 
     Checkpoints do not contain gradients, so callbacks should not save while gradients accumulate.
-    Under manual optimization, in which the module accumulates by itself, a batch without an
-    optimizer step counts as accumulating.
+    Under manual optimization, the module accumulates by itself. The mixin then treats each batch
+    without an optimizer step as accumulating.
     """
 
     _step_before: int | None = None
@@ -126,7 +127,7 @@ def is_batch_ending(trainer: pl.Trainer) -> bool:
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """The Trainer of a module; None if it has none, in which case `module.trainer` raises an error.
+    """The Trainer of a module. None if the module has none; `module.trainer` would raise an error.
 
     Example:
         >>> attached_trainer(pl.LightningModule()) is None
@@ -138,7 +139,7 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 def completed_steps(module: pl.LightningModule) -> int | None:
     """Optimizer steps completed in the current fit; None outside a fit.
 
-    Outside a fit the Trainer's count has no meaning, because a new Trainer starts at 0.
+    Outside a fit, the Trainer's count has no meaning, because a new Trainer starts at 0.
 
     Example:
         >>> completed_steps(pl.LightningModule()) is None
@@ -152,9 +153,9 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 def output_folder(trainer: pl.Trainer) -> str:
     """Folder for the files that callbacks write about this run; the same on all ranks. Collective.
 
-    The command line sets it as `trainer.run_folder`. In other projects it is the folder in which
-    Lightning makes `checkpoints/`: the first logger's version directory, or `default_root_dir` if
-    there is no logger.
+    The command line sets this folder as `trainer.run_folder`. In other projects, it is the folder
+    in which Lightning creates `checkpoints/`. This is the first logger's version directory, or
+    `default_root_dir` if there is no logger.
 
     Example:
         >>> trainer = pl.Trainer(default_root_dir="runs", logger=False, accelerator="cpu")
@@ -170,7 +171,9 @@ def output_folder(trainer: pl.Trainer) -> str:
 
 
 def total_steps(trainer: pl.Trainer) -> int | None:
-    """Optimizer steps of the whole fit; None if it has no end. Sets up the training data.
+    """Optimizer steps of the whole fit; None if the fit has no end.
+
+    As a side effect, this sets up the training data.
 
     Example:
         >>> trainer = pl.Trainer(max_steps=500, logger=False, accelerator="cpu")
@@ -195,15 +198,18 @@ def should_log(trainer: pl.Trainer) -> bool:
 
 
 def may_read(trainer: pl.Trainer) -> bool:
-    """Whether reading a value costs no extra wait: always on a CPU, else in steps that log."""
+    """Whether the host can read a value without an extra wait.
+
+    This is always so on a CPU, and on other devices in steps that log.
+    """
     return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
 
 
 def confirm_updates(trainer: pl.Trainer) -> None:
-    """Stop the run if the device has skipped an update that the host does not know of. Collective.
+    """Stop the run if the device has skipped an update without the host's knowledge. Collective.
 
-    Call it in `on_train_batch_end` before weights are evaluated or written. It calls the method
-    `confirm_updates` of each callback that has one, such as FiniteUpdates.
+    Call this function in `on_train_batch_end` before weights are evaluated or written. It calls the
+    method `confirm_updates` of each callback that has one, such as FiniteUpdates.
 
     Example:
         >>> confirm_updates(pl.Trainer(logger=False, accelerator="cpu"))
@@ -216,17 +222,17 @@ def confirm_updates(trainer: pl.Trainer) -> None:
 def logger_step(trainer: pl.Trainer) -> int:
     """The step that Lightning passes to loggers during a batch or the validation after it.
 
-    It counts the batches with an optimizer step, from 0, whereas `global_step` adds up the steps of
-    all optimizers. Lightning logs metrics at this step. For images and scores see
-    `stepped_batches`.
+    This step counts the batches with an optimizer step, starting at 0. In contrast, `global_step`
+    adds up the steps of all optimizers. Lightning logs metrics at the logger step. For images and
+    scores, see `stepped_batches`.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def stepped_batches(trainer: pl.Trainer) -> int:
-    """Number of batches with an optimizer step so far, including the current one once it is done.
+    """Number of batches with an optimizer step so far. The current batch counts once it is done.
 
-    It equals `global_step` if each batch steps a single optimizer once.
+    The number equals `global_step` if each batch steps a single optimizer once.
     """
     is_current_done = is_batch_ending(trainer) or trainer.validating
     return logger_step(trainer) + (is_current_done and not is_accumulating(trainer))
@@ -235,7 +241,8 @@ def stepped_batches(trainer: pl.Trainer) -> int:
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
     """Factor by which the gradients are still scaled when an optimizer steps.
 
-    It is 1 unless a fused optimizer unscales the gradients of a GradScaler inside its step.
+    The factor is 1, unless a fused optimizer unscales the gradients inside its step. Such an
+    optimizer does so if it is used with a GradScaler.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -248,7 +255,7 @@ def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def limited_batches(trainer: pl.Trainer, length: int) -> int:
-    """Number of training batches per epoch that `trainer.limit_train_batches` leaves of `length`.
+    """Training batches per epoch after `trainer.limit_train_batches` is applied to `length`.
 
     Example:
         >>> limited_batches(pl.Trainer(limit_train_batches=0.5, logger=False), length=100)
@@ -270,7 +277,7 @@ def enable_signal_handlers(trainer: pl.Trainer) -> None:
 
 
 def undivided_sampler(loader: Any) -> Any:
-    """The sampler of a loader, without the wrapper by which Lightning divides it among ranks.
+    """The sampler of a loader, without the wrapper that Lightning adds to divide it among ranks.
 
     Example:
         >>> type(undivided_sampler(torch.utils.data.DataLoader([1, 2]))).__name__
@@ -308,7 +315,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def register_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
-    """Have `module.state_dict()` call `hook(module, state_dict, prefix, metadata)` at its end."""
+    """Make `module.state_dict()` call `hook(module, state_dict, prefix, metadata)` at its end."""
     # The public name is missing before torch 2.5.
     public = getattr(module, "register_state_dict_post_hook", None)
     register: Any = public or module._register_state_dict_hook
@@ -341,7 +348,7 @@ def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
 
 
 def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> None:
-    """Raise ValueError if weights are split and a checkpoint would have only one rank's part."""
+    """Raise ValueError if weights are split and a checkpoint would contain only one rank's part."""
     strategy, split = trainer.strategy, find_dtensor(dict(module.named_parameters()))
     if split and not isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         raise ValueError(
@@ -373,8 +380,8 @@ def refuse_unhooked(optimizer: object) -> None:
 def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `step(**kwargs)` only initializes the optimizer's state, with lr 0.
 
-    `torch.distributed.checkpoint.state_dict` makes such a step before it saves or loads the state
-    of an optimizer that has none yet.
+    If an optimizer has no state yet, `torch.distributed.checkpoint.state_dict` makes this step
+    before it saves or loads the state.
     """
     return dict(kwargs) == {"closure": None} and all(
         group.get("lr") == 0 for group in optimizer.param_groups
@@ -418,9 +425,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def saves_split_tensors(module: pl.LightningModule | None) -> bool:
-    """Whether the module's strategy saves split tensors of callbacks part by part.
+    """Whether the module's strategy saves the split tensors of callbacks part by part.
 
-    A strategy that does so sets the attribute `saves_split_tensors`. Lightning's own do not.
+    A strategy that does so sets the attribute `saves_split_tensors`. Lightning's own strategies do
+    not set it.
 
     Example:
         >>> saves_split_tensors(pl.LightningModule())
@@ -434,8 +442,8 @@ def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
     """Split a tensor over ranks like another tensor.
 
     Args:
-        whole: the tensor to split, equal on all ranks. It is returned unchanged if it is split
-            already.
+        whole: the tensor to split, equal on all ranks. If it is already split, it is returned
+            unchanged.
         model: the tensor whose split is used. If it is not split, `whole` is returned unchanged.
 
     Example:
@@ -471,9 +479,8 @@ def find_dtensor(state: Any, name: str = "") -> str | None:
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Gather the split tensors of a nested state as whole CPU tensors on rank 0, for a file.
 
-    Without split tensors, the state is returned as it is. Otherwise the function is collective:
-    rank 0 returns the state, and the other ranks return {} and never hold more than one whole
-    tensor.
+    If no tensor is split, the function returns the state unchanged. Otherwise it is collective.
+    Rank 0 returns the state. The other ranks return {} and never hold more than one whole tensor.
 
     Example:
         >>> gather_state({"steps": 3})
@@ -521,8 +528,8 @@ def reshard(module: nn.Module) -> None:
 def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """Check each tensor for NaN or infinite entries, without synchronizing with a GPU.
 
-    Only this rank's part of a split tensor is checked, and the values of a sparse one. Empty
-    tensors are finite.
+    In a split tensor, the function checks only this rank's part. In a sparse tensor, it checks the
+    stored values. Empty tensors are finite.
 
     Args:
         tensors: N tensors of any shapes.
@@ -555,9 +562,10 @@ def _has_infinite_norm(values: Sequence[Tensor], order: float) -> Tensor:
 
 
 def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
-    """Find the first tensor with a NaN or infinite entry; waits for the device once.
+    """Find the first tensor with a NaN or infinite entry. Waits for the device once.
 
-    Collective if tensors are split: all ranks of their mesh return the same index.
+    The function is collective if tensors are split. In this case all ranks of their mesh return the
+    same index.
 
     Returns:
         The index of the tensor, or None if all are finite.
@@ -598,7 +606,7 @@ class Timesteps(NamedTuple):
 
 
 def importance_weight(density: Tensor) -> Tensor:
-    """Loss weights that undo the effect of a density on the expected loss: 1 / (num_bins * p).
+    """Loss weights `1 / (num_bins * p)` that undo the effect of a density on the expected loss.
 
     Args:
         density: (num_bins,), not necessarily normalized. p is the normalized density.
@@ -614,7 +622,7 @@ def importance_weight(density: Tensor) -> Tensor:
 
 
 def total_variation(density: Tensor) -> Tensor:
-    """Total variation between a density and the uniform one: sum |p - 1 / num_bins| / 2.
+    """Total variation `sum(abs(p - 1 / num_bins)) / 2` between a density and the uniform density.
 
     Args:
         density: (num_bins,), not necessarily normalized. p is the normalized density.
@@ -630,11 +638,11 @@ def total_variation(density: Tensor) -> Tensor:
 
 
 class TimestepWriter(pl.Callback, ABC):
-    """Base of callbacks that set the noise levels, or their loss weights, of training batches.
+    """Base of callbacks that set the noise levels or the loss weights of training batches.
 
-    A subclass lists the module's attributes that it sets in `writes`, and returns their values from
-    `timesteps_at`. Between batches the attributes are None. Two callbacks cannot set the same
-    attribute. If one sets the density and another one the weight, both take effect.
+    In `writes`, a subclass lists the attributes of the module that it sets. It returns their values
+    from `timesteps_at`. Between batches, the attributes are None. Two callbacks cannot set the same
+    attribute. If one callback sets the density and another sets the weight, both take effect.
 
     Example:
         >>> class NoisyHalf(TimestepWriter):
@@ -661,7 +669,7 @@ class TimestepWriter(pl.Callback, ABC):
         """Metrics to log after `step` optimizer steps."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse modules without the attributes, and attributes with two writers."""
+        """Raise an error if the module lacks an attribute, or if an attribute has two writers."""
         name = type(self).__name__
         if missing := [a for a in self.writes if not hasattr(pl_module, a)]:
             raise ValueError(
@@ -696,7 +704,7 @@ class TimestepWriter(pl.Callback, ABC):
             pl_module.log_dict(self.numbers_at(step, pl_module.device))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Reset the attributes to None; also at the end of a run, in case a batch was skipped."""
+        """Reset the attributes to None, also at the end of a run in case a batch was skipped."""
         for attribute, value in self._written._asdict().items():
             if value is not None and getattr(pl_module, attribute) is value:
                 setattr(pl_module, attribute, None)
