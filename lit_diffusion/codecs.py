@@ -11,7 +11,7 @@ from lit_diffusion.protocols import Codec
 
 @dataclass(frozen=True)
 class PixelCodec:
-    """Codec of pixels: scales uint8 images to [-1, 1]. The round trip is exact on all 256 levels.
+    """Codec that scales uint8 images to [-1, 1]. The round trip is exact for all 256 levels.
 
     Example:
         >>> levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
@@ -39,7 +39,7 @@ class PixelCodec:
 
 
 def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
-    """Encode images for a training step, by the codec's `encode_for_training` if it has one.
+    """Encode images for a training step, with the codec's `encode_for_training` if it has one.
 
     Args:
         codec: the codec. A VAE has `encode_for_training`, which draws a random latent.

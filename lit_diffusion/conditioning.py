@@ -4,9 +4,9 @@
     Words         ids (B, length) int64, -1 where there is no word
     Embeddings    (values (B, ..., D), present (B, ...) bool): tokens with their mask, or vectors
 
-A condition has one row per image. Each kind has a value for "no condition", the null condition.
-Training replaces some conditions by it, and classifier-free guidance compares with it. Only the
-network interprets the values.
+A condition has one row per image. Each kind of condition has a value for "no condition", the null
+condition. Training replaces some conditions with the null condition, and classifier-free guidance
+compares with it. Only the network interprets the values.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from lit_diffusion.seeding import classes_of
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """Class labels 0, ..., num_classes - 1, as (B,) int64; -1 for no class.
+    """Class labels 0, ..., num_classes - 1, as (B,) int64. The label -1 means no class.
 
     Args:
         num_classes: number of classes.
@@ -37,21 +37,22 @@ class ClassLabels:
     num_classes: int
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """-1 where `where` (B,) is True."""
+        """Replace the labels with -1 where `where` (B,) is True."""
         return by_part(lambda labels: labels.masked_fill(where, -1), condition)
 
     def null(self, like: Condition, /) -> Condition:
-        """-1 everywhere."""
+        """Labels of -1 for all images."""
         return by_part(lambda labels: torch.full_like(labels, -1), like)
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Seed modulo `num_classes`."""
+        """The seed modulo `num_classes`."""
         return torch.tensor(classes_of(seeds, self.num_classes))
 
     def check(self, condition: Condition, num: int, /) -> None:
         """Raise ValueError unless these are `num` valid labels.
 
-        An invalid label would cause an assertion on a GPU, after which the process cannot use it.
+        On a GPU, an invalid label would cause an assertion, after which the process cannot use the
+        GPU.
         """
         if not isinstance(condition, Tensor):
             raise ValueError(f"labels must be one tensor ({num},), got {type(condition).__name__}.")
@@ -69,16 +70,16 @@ class ClassLabels:
 class Words:
     """Texts over a fixed vocabulary, as word ids (B, length) int64 padded with -1.
 
-    A text is converted to lower case and split at white space. An empty text is no condition.
+    A text is converted to lower case and split at white space. An empty text means no condition.
 
     Args:
-        vocabulary: the words, in lower case; word i has the id i.
+        vocabulary: the words, in lower case. Word i has the id i.
         length: maximum number of words in a text.
         texts: default texts of samples, assigned to seeds in turn. Without texts, samples are
             unconditional by default.
 
     Raises:
-        ValueError: for an invalid vocabulary, or a text with words that are not in it.
+        ValueError: if the vocabulary is invalid, or a text has words that are not in it.
 
     Example:
         >>> words = Words(("big", "small", "cat"), length=3)
@@ -126,15 +127,15 @@ class Words:
         return torch.tensor(ids + [-1] * (self.length - len(ids)))
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """No words, all ids -1, where `where` (B,) is True."""
+        """Replace the ids with -1, which means no words, where `where` (B,) is True."""
         return by_part(lambda ids: ids.masked_fill(where[:, None], -1), condition)
 
     def null(self, like: Condition, /) -> Condition:
-        """No words, all ids -1, in every row."""
+        """Ids of -1 in every row, which means no words."""
         return by_part(lambda ids: torch.full_like(ids, -1), like)
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Word ids of the default text with the index seed modulo the number of texts."""
+        """Word ids of the default text whose index is the seed modulo the number of texts."""
         rows = torch.stack([self.encode(text) for text in self.texts or ("",)])
         return rows[classes_of(seeds, len(rows))]
 
@@ -155,19 +156,20 @@ class Words:
 class Embeddings:
     """Embeddings and their mask: (values (B, *shape), present (B, *shape[:-1]) bool).
 
-    Use shape (L, D) for L tokens per image, and shape (D,) for one vector per image. A dropped
-    embedding is replaced by `null_embedding`. Without a `null_embedding` it is masked out, and the
-    network uses its learned null embedding.
+    Use the shape (L, D) for L tokens per image, and the shape (D,) for one vector per image. A
+    dropped embedding is replaced with `null_embedding`. Without a `null_embedding`, a dropped
+    embedding is masked out, and the network uses its learned null embedding.
 
     Args:
         shape: shape of the values for one image.
         examples: (values (N, *shape), present (N, *shape[:-1])), the default conditions of samples,
             assigned to seeds in turn. Without examples, samples are unconditional by default.
         null_embedding: (values (*shape), present (*shape[:-1])) of the null condition, such as
-            Stable Diffusion's embedding of the empty text. None uses the network's.
+            Stable Diffusion's embedding of the empty text. None uses the network's learned null
+            embedding.
 
     Raises:
-        ValueError: if examples or null_embedding have another shape or dtype.
+        ValueError: if examples or null_embedding have a different shape or an unsupported dtype.
 
     Example:
         >>> vectors, present = Embeddings((3,)).for_seeds(range(2))
@@ -202,7 +204,7 @@ class Embeddings:
         return self.drop(like, present.new_ones(len(present)))
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """The example with the index seed modulo N, or the null condition without examples."""
+        """The example whose index is the seed modulo N. Without examples, the null condition."""
         if self.examples is not None:
             indices = classes_of(seeds, len(self.examples[0]))
             return by_part(lambda rows: rows[indices], self.examples)
@@ -234,8 +236,8 @@ def condition_for(
     Args:
         seeds: one integer per sample.
         labels: condition of the samples; None uses the default condition of each seed.
-        conditioning: kind of condition of the model. None is an unconditional model, whose labels
-            can only be None or -1.
+        conditioning: kind of condition of the model. None means an unconditional model, whose
+            labels can only be None or -1.
 
     Returns:
         The condition; None for an unconditional model.

@@ -1,11 +1,11 @@
 """Power-function averages of weights, and their post-hoc reconstruction from a few snapshots.
 
-An average at step t weights the parameters of step tau in [0, t] by the profile
+At step t, the average multiplies the parameters of each step tau in [0, t] by the profile
 
     p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1).
 
-Users choose gamma by the relative width of the profile: the standard deviation of tau under p,
-divided by t.
+Users set gamma through the relative width of the profile. The relative width is the standard
+deviation of tau under p, divided by t.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ LARGEST_WIDTH = 1 / sqrt(12)
 
 
 def exponent(width: float) -> float:
-    """Compute the exponent gamma of the profile with a relative width.
+    """Compute the exponent gamma of the profile with the given relative width.
 
     Raises:
-        ValueError: unless 0 < width < 12^(-1/2) = 0.289.
+        ValueError: unless `0 < width < 12**(-1/2) = 0.289`.
 
-    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), appendix C.1: width^2 = (gamma + 1) /
-    ((gamma + 2)^2 (gamma + 3)).
+    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), appendix C.1. The relation is
+    `width**2 = (gamma + 1) / ((gamma + 2)**2 * (gamma + 3))`.
 
     Example:
         >>> round(exponent(0.05), 3), round(exponent(0.10), 3)
@@ -44,7 +44,7 @@ def exponent(width: float) -> float:
 
 
 def power_decay(gamma: float, step: int) -> float:
-    """Compute the decay of a power-function average at a step >= 1: (1 - 1 / step)^(gamma + 1).
+    """Compute the decay `(1 - 1 / step)**(gamma + 1)` of a power-function average at a step >= 1.
 
     Source: Karras et al. 2024 (EDM2), Eq. 127.
 
@@ -58,10 +58,11 @@ def power_decay(gamma: float, step: int) -> float:
 def coefficients(
     steps: Sequence[float], gammas: Sequence[float], step: float, gamma: float
 ) -> tuple[Tensor, float]:
-    """Compute the factors that combine snapshots into another average, and the error of the result.
+    """Compute the factors that combine snapshots into an average, and the error of the result.
 
-    Let p_i be the profiles of the snapshots and p the target profile. The factors x_i minimise the
-    L2 norm |sum x_i p_i - p| over time, subject to sum x_i = 1 (by a Lagrange multiplier).
+    Let `p_i` be the profiles of the snapshots and `p` the target profile. The factors `x_i`
+    minimize the L2 norm `|sum_i x_i * p_i - p|` over time, subject to `sum_i x_i = 1`. The
+    constraint is imposed with a Lagrange multiplier.
 
     Args:
         steps: (N,) steps of the snapshots.
@@ -70,9 +71,9 @@ def coefficients(
         gamma: exponent of the target average.
 
     Returns:
-        The factors, (N,) float64, and the relative error |sum x_i p_i - p| / |p|. The error is 0 if
-        p is one of the p_i. For comparison, a profile whose width differs by an eighth has an
-        error of about 0.1.
+        The factors, (N,) float64, and the relative error `|sum_i x_i * p_i - p| / |p|`. The error
+        is 0 if `p` is one of the `p_i`. For comparison, a profile whose width differs by an eighth
+        has an error of about 0.1.
 
     Raises:
         ValueError: if there are no snapshots, or if `step` is after the last one.

@@ -3,9 +3,10 @@
 `DiffusionModule.per_sample_loss` multiplies the squared error of the network's output by a
 weighting. It passes the product to a loss, which may add terms.
 
-In every parameterization x0 = (terms without the output) +- output_scale * output. Therefore a
-weight W on |x0 - x0_hat|^2 is a weight W output_scale^2 on |target - output|^2. Docstrings state W,
-except that of `Simple`, which states the weight on the output. SNR is (alpha / sigma)^2.
+In every parameterization, `x0 = (terms without the output) +- output_scale * output`. Therefore, a
+weight W on `(x0 - x0_hat)**2` equals a weight `W * output_scale**2` on `(target - output)**2`.
+Docstrings state W. Only the docstring of `Simple` states the weight on the output. SNR is
+`(alpha / sigma)**2`.
 """
 
 import math
@@ -34,21 +35,21 @@ class Simple:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """1."""
+        """The weight 1."""
         return torch.ones_like(alpha)
 
 
 @dataclass(frozen=True)
 class MinSNR:
-    """Min-SNR weighting: W = min(SNR, gamma).
+    """Min-SNR weighting: `W = min(SNR, gamma)`.
 
-    The weight on the output is min(SNR, gamma) / SNR for noise and min(SNR, gamma) / (SNR + 1) for
-    velocity.
+    The weight on the output is `min(SNR, gamma) / SNR` if the network outputs noise, and
+    `min(SNR, gamma) / (SNR + 1)` if it outputs velocity.
 
     Args:
         gamma: SNR above which W is constant.
-        zero_snr_weight: weight on the output at SNR = 0, where the formula gives 0 for Sample and
-            Velocity. The authors' code uses 1.0. None keeps the formula.
+        zero_snr_weight: weight on the output at SNR = 0. There, the formula gives 0 for Sample and
+            Velocity. The authors' code uses 1.0. None uses the formula.
 
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), section 3.4.
 
@@ -64,7 +65,7 @@ class MinSNR:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """min(SNR, gamma) output_scale^2."""
+        """`min(SNR, gamma) * output_scale**2`."""
         snr = (alpha / sigma) ** 2
         weight = snr.clamp(max=self.gamma) * output_scale**2
         if self.zero_snr_weight is None:
@@ -74,10 +75,11 @@ class MinSNR:
 
 @dataclass(frozen=True)
 class P2:
-    """P2 weighting: W = SNR / (k + SNR)^gamma, which reduces the weight of nearly clean images.
+    """P2 weighting: `W = SNR / (k + SNR)**gamma`, which reduces the weight of nearly clean images.
 
     Args:
-        gamma: strength. The authors use 0.5 and 1. With 0 and `Epsilon` it equals `Simple`.
+        gamma: strength. The authors use 0.5 and 1. With gamma = 0 and `Epsilon`, P2 equals
+            `Simple`.
         k: SNR around which the reduction starts.
 
     Source: Choi et al. 2022 (P2 weighting, arXiv 2204.00227), Eq. 8.
@@ -94,18 +96,18 @@ class P2:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """SNR / (k + SNR)^gamma output_scale^2."""
+        """`SNR / (k + SNR)**gamma * output_scale**2`."""
         snr = (alpha / sigma) ** 2
         return snr / (self.k + snr) ** self.gamma * output_scale**2
 
 
 @dataclass(frozen=True)
 class SoftMinSNR:
-    """Soft-min-SNR weighting: W = SNR gamma / (SNR + gamma), a smooth version of `MinSNR`.
+    """Soft-min-SNR weighting: `W = SNR * gamma / (SNR + gamma)`, a smooth version of `MinSNR`.
 
     Args:
-        gamma: limit of W for large SNR. k-diffusion uses 1 / sigma_data^2, with the sigma_data of
-            `EDMPreconditioning`.
+        gamma: limit of W for large SNR. k-diffusion uses `1 / sigma_data**2`, with the sigma_data
+            of `EDMPreconditioning`.
 
     Source: Crowson et al. 2024 (HDiT, arXiv 2401.11605), soft-min-SNR.
 
@@ -120,17 +122,17 @@ class SoftMinSNR:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """SNR gamma / (SNR + gamma) output_scale^2."""
+        """`SNR * gamma / (SNR + gamma) * output_scale**2`."""
         snr = (alpha / sigma) ** 2
         return snr * self.gamma / (snr + self.gamma) * output_scale**2
 
 
 @dataclass(frozen=True)
 class TruncSNR:
-    """Truncated SNR weighting: W = max(SNR, 1).
+    """Truncated SNR weighting: `W = max(SNR, 1)`.
 
-    If the SNR is above 1, this is weight 1 on the error of the noise. If it is below 1, this is
-    weight 1 on the error of x0.
+    If the SNR is above 1, the error of the noise has weight 1. If the SNR is below 1, the error of
+    x0 has weight 1.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
 
@@ -143,13 +145,13 @@ class TruncSNR:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """max(SNR, 1) output_scale^2."""
+        """`max(SNR, 1) * output_scale**2`."""
         return ((alpha / sigma) ** 2).clamp(min=1) * output_scale**2
 
 
 @dataclass(frozen=True)
 class InvSNR:
-    """Inverse SNR weighting: W = 1 / SNR, which weights noisy images most.
+    """Inverse SNR weighting: `W = 1 / SNR`, which gives noisy images the largest weight.
 
     The SNR of the noisiest time must be above 0.
 
@@ -164,21 +166,22 @@ class InvSNR:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """(sigma output_scale / alpha)^2."""
+        """`(sigma * output_scale / alpha)**2`."""
         return (sigma / alpha * output_scale) ** 2
 
 
 @dataclass(frozen=True)
 class AsFlow:
-    """Flow weighting: W = ((alpha + sigma) / sigma)^2, the squared error of the flow velocity.
+    """Flow weighting: `W = ((alpha + sigma) / sigma)**2`.
 
-    Where the divisor is above `floor`, every parameterization is trained on the error of
-    `FlowVelocity`. For example, with `Sample` on `LinearFlow` the network outputs x0 and is trained
-    on the error of the velocity (x_t - x0) / t.
+    With this W, the loss is the squared error of the flow velocity. Where the divisor is above
+    `floor`, every parameterization is trained on the error of `FlowVelocity`. For example, with
+    `Sample` on `LinearFlow`, the network outputs x0 and is trained on the error of the velocity
+    `(x_t - x0) / t`.
 
     Args:
-        floor: lower bound on the divisor sigma / (alpha + sigma), which is t on `LinearFlow`. W is
-            therefore at most 1 / floor^2.
+        floor: lower bound on the divisor `sigma / (alpha + sigma)`, which is t on `LinearFlow`. W
+            is therefore at most `1 / floor**2`.
 
     Source: Li & He 2025 (JiT, arXiv 2511.13720), table 1 and section 4, with t clipped at 0.05.
 
@@ -193,27 +196,27 @@ class AsFlow:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """(output_scale / max(sigma / (alpha + sigma), floor))^2."""
+        """`(output_scale / max(sigma / (alpha + sigma), floor))**2`."""
         return (output_scale / (sigma / (alpha + sigma)).clamp(min=self.floor)) ** 2
 
 
 @dataclass(frozen=True)
 class FDMWarmup:
-    """FDM's warm-up: another weighting with an upper bound early in training.
+    """FDM's warm-up: puts an upper bound on another weighting early in training.
 
-    At optimizer step k < K, W is at most C(k) = 5 * 100^(k / K), which rises from 5 to 500. From
-    step K on there is no bound, nor is there one in validation.
+    At optimizer step k < K, W is at most `C(k) = 5 * 100**(k / K)`, which rises from 5 to 500. From
+    step K on, there is no bound. In validation, there is no bound either.
 
     Args:
         base: the weighting to bound; FDM uses `Simple`.
-        warmup_steps: K. For CIFAR-10, the authors use 200 with EDM and 400 with VP and VE. For
-            FFHQ, they use 800 with EDM and 400 with VP and VE. For AFHQ, they use 400.
+        warmup_steps: the number K. For CIFAR-10, the authors use 200 with EDM and 400 with VP and
+            VE. For FFHQ, they use 800 with EDM and 400 with VP and VE. For AFHQ, they use 400.
 
     Raises:
         ValueError: if warmup_steps < 1.
 
-    Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991). C is from their code, which
-    counts calls of the loss instead of optimizer steps.
+    Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991). The formula for C is from the
+    authors' code, which counts calls of the loss instead of optimizer steps.
 
     Example:
         >>> [FDMWarmup(Simple(), 200).bound(step) for step in (0, 100, 200, None)]
@@ -233,13 +236,13 @@ class FDMWarmup:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """min(weight of the base, C output_scale^2)."""
+        """`min(base_weight, C * output_scale**2)`."""
         weight = self.base.weight(alpha, sigma, output_scale, step)
         bound = self.bound(step)
         return weight if bound == math.inf else weight.minimum(bound * output_scale**2)
 
     def bound(self, step: int | None) -> float:
-        """C after `step` completed optimizer steps; inf if `step` is None."""
+        """The bound C after `step` completed optimizer steps; inf if `step` is None."""
         if step is None or step >= self.warmup_steps:
             return math.inf
         return 5.0 * math.pow(100.0, step / self.warmup_steps)
@@ -247,7 +250,7 @@ class FDMWarmup:
 
 @dataclass(frozen=True)
 class DenoisingLoss:
-    """The weighted squared error alone: weight(t) mean |target - output|^2.
+    """The weighted squared error without further terms: `weight(t) * mean((target - output)**2)`.
 
     Args:
         weighting: factor on the squared error.
@@ -270,17 +273,17 @@ class DenoisingLoss:
         parameterization: Parameterization,
         /,
     ) -> Tensor:
-        """The (B,) weighted errors, unchanged."""
+        """The weighted errors (B,), unchanged."""
         return weighted_error
 
 
 class UncertaintyLoss(nn.Module):
-    """EDM2's loss: weight(t) mean |target - output|^2 exp(-u(t)) + u(t), with a learned u.
+    """EDM2's loss with a learned u: `weight(t) * mean((target - output)**2) * exp(-u(t)) + u(t)`.
 
-    u(t) is the log-variance of the error. Its optimum is the logarithm of the weighted error at t,
-    with which all noise levels contribute equally. u is linear in Fourier features of
-    ln(sigma / alpha) / 4. At initialization u is 0, and the loss equals `DenoisingLoss`. u is
-    trained and saved with the network.
+    The function u(t) is the log-variance of the error. At its optimum, u(t) is the logarithm of the
+    weighted error at t, and all noise levels contribute equally. The function is linear in Fourier
+    features of `ln(sigma / alpha) / 4`. At initialization, u is 0, and the loss equals
+    `DenoisingLoss`. The weights of u are trained and saved with the network.
 
     Args:
         weighting: factor on the squared error.
@@ -321,12 +324,12 @@ class UncertaintyLoss(nn.Module):
         parameterization: Parameterization,
         /,
     ) -> Tensor:
-        """(B,) weighted errors -> (B,) losses."""
+        """Compute the losses (B,) from the weighted errors (B,)."""
         u = self.uncertainty(prediction.alpha, prediction.sigma).to(weighted_error.dtype)
         return weighted_error * (-u).exp() + u
 
     def uncertainty(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """(B,) u at signal and noise scales (B,) float64."""
+        """Compute u (B,) at signal and noise scales (B,) float64."""
         c_noise = (sigma / alpha).log().clamp(-20, 20)[:, None] / 4  # finite at pure noise
         angles = 2 * math.pi * (self.frequencies * c_noise.to(self.frequencies.dtype) + self.phases)
         u: Tensor = math.sqrt(2 / len(self.phases)) * angles.cos() @ self.log_variance
@@ -335,17 +338,18 @@ class UncertaintyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class HybridLoss:
-    """Improved-diffusion's loss L_simple + lambda L_vlb, which also trains the variance.
+    """Improved-diffusion's loss `L_simple + lambda * L_vlb`, which also trains the variance.
 
-    L_simple is the denoising loss and L_vlb the variational bound. The network outputs 2C channels.
-    The first C are the usual output. The other C, with values r of about -1 to 1, are the fraction
-    (r + 1) / 2 of `LearnedRange`. L_vlb has no gradient with respect to the first C channels. The
-    process must have discrete steps.
+    L_simple is the denoising loss, and L_vlb is the variational bound. For images with C channels,
+    the network outputs 2C channels. The first C channels are the usual output. The other C channels
+    contain values r of about -1 to 1, which define the fraction `(r + 1) / 2` of `LearnedRange`.
+    L_vlb has no gradient with respect to the first C channels. The process must have discrete
+    steps.
 
     Args:
         weighting: factor on the squared error. The bound is not weighted.
-        vb_weight: lambda. The paper uses 0.001, which is `rescale_learned_sigmas=True` in its code.
-            The models of guided-diffusion used 1 / T.
+        vb_weight: the factor lambda. The paper uses 0.001, which corresponds to
+            `rescale_learned_sigmas=True` in its code. The models of guided-diffusion used 1 / T.
 
     Raises:
         ValueError: if vb_weight <= 0.
@@ -375,7 +379,7 @@ class HybridLoss:
         parameterization: Parameterization,
         /,
     ) -> Tensor:
-        """(B,) weighted errors -> (B,) losses."""
+        """Compute the losses (B,) from the weighted errors (B,)."""
         assert process.num_steps is not None  # checked by DiffusionModule
         bound = self.bound_term(prediction, process, parameterization)
         return weighted_error + self.vb_weight * process.num_steps * bound
@@ -383,7 +387,7 @@ class HybridLoss:
     def bound_term(
         self, prediction: Prediction, process: Process, parameterization: Parameterization
     ) -> Tensor:
-        """(B,) terms of the variational bound at the time of each sample, in bits per dimension."""
+        """Terms (B,) of the variational bound at the time of each sample, in bits per dimension."""
         x0, x_t, r = prediction.x0, prediction.x_t, prediction.variance_output
         assert r is not None
         posterior = step_posterior(process, prediction.t, x0.dtype)

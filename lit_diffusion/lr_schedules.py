@@ -1,8 +1,8 @@
 """Learning rate schedules: a linear warm-up, and then a constant, linear or cosine schedule.
 
-Each schedule is a torch LambdaLR whose factor is a pure function of the optimizer step, so a resume
-is exact. Checkpoints do not contain the settings. If you resume a run with another length, the
-schedule follows the new length.
+Each schedule is a torch LambdaLR whose factor is a pure function of the optimizer step. A resume is
+therefore exact. Checkpoints do not contain the settings. If you resume a run with a different
+length, the schedule follows the new length.
 """
 
 import math
@@ -19,7 +19,7 @@ class WarmupConstant(LambdaLR):
     Args:
         optimizer: optimizer whose lr is the full lr.
         warmup_steps: optimizer steps until the full lr. The first step uses the full lr divided by
-            warmup_steps. 0 is no warm-up.
+            warmup_steps. With 0, there is no warm-up.
 
     Raises:
         ValueError: if warmup_steps is negative.
@@ -64,7 +64,8 @@ class WarmupLinear(WarmupConstant):
         total_steps: optimizer steps of the whole run, including the warm-up. With None,
             DiffusionModule sets the length of the fit.
         warmup_steps: optimizer steps until the peak.
-        final_factor: factor on the peak at step `total_steps`, which is one step after the last.
+        final_factor: factor on the peak lr at step `total_steps`, which is one step after the last
+            step.
 
     Raises:
         ValueError: if total_steps <= warmup_steps.
@@ -106,7 +107,7 @@ class WarmupLinear(WarmupConstant):
         return self.final_factor + (1 - self.final_factor) * self.decay(done)
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Set the length of the run, in optimizer steps; warns if it ends within the warm-up."""
+        """Set the length of the run in optimizer steps, and warn if it ends within the warm-up."""
         if total_steps <= self.warmup_steps:
             warnings.warn(
                 f"a warm-up of {self.warmup_steps} steps does not end in this run of "
@@ -116,14 +117,14 @@ class WarmupLinear(WarmupConstant):
         self.total_steps = total_steps
 
     def decay(self, done: float) -> float:
-        """Part of the decay that is left, from 1 to 0, if the fraction `done` is completed."""
+        """Remaining part of the decay, from 1 to 0, after the fraction `done` of its steps."""
         return 1 - done
 
 
 class WarmupCosine(WarmupLinear):
     """Schedule in which the lr rises linearly over `warmup_steps` and then falls as a cosine.
 
-    The arguments are those of `WarmupLinear`.
+    The class takes the same arguments as `WarmupLinear`.
 
     Source: Loshchilov & Hutter 2017 (SGDR), Eq. 5, without restarts.
 
@@ -135,5 +136,5 @@ class WarmupCosine(WarmupLinear):
     """
 
     def decay(self, done: float) -> float:
-        """(1 + cos(pi done)) / 2."""
+        """`(1 + cos(pi * done)) / 2`."""
         return (1 + math.cos(math.pi * done)) / 2

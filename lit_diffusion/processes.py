@@ -1,8 +1,8 @@
-"""Forward processes, which turn images into noise: x_t = alpha(t) x0 + sigma(t) noise.
+"""Forward processes, which turn images into noise: `x_t = alpha(t) * x0 + sigma(t) * noise`.
 
-A process has only tables and formulas. Parameterization, training times and solver are separate.
-Tables are float64 and not module buffers, so they are not cast by precision plugins, averaged by
-EMA or saved in checkpoints.
+A process contains only tables and formulas. Parameterization, training times and solver are
+separate. Tables are float64 tensors, but not module buffers. Therefore, precision plugins do not
+cast them, EMA does not average them, and checkpoints do not contain them.
 """
 
 import math
@@ -30,12 +30,12 @@ class BetaSchedule(Protocol):
 
 @dataclass(frozen=True)
 class LinearBetas:
-    """Linear betas, from 1e-4 to 0.02 for 1000 steps, scaled by 1000 / T for other step counts.
+    """Linear betas from 1e-4 to 0.02 for 1000 steps. For T steps, they are scaled by `1000 / T`.
 
     Args:
-        num_steps: T, at least 20. With T = 20 the last beta is 1.
+        num_steps: number of steps T, at least 20. With T = 20, the last beta is 1.
 
-    Source: Ho et al. 2020 (DDPM), section 4. The scaling by 1000 / T is from improved-diffusion.
+    Source: Ho et al. 2020 (DDPM), section 4. The scaling by `1000 / T` is from improved-diffusion.
 
     Example:
         >>> LinearBetas(1000).betas()[[0, -1]].tolist()
@@ -55,10 +55,10 @@ class LinearBetas:
 class CosineBetas:
     """Betas with which alpha-bar falls as a squared cosine.
 
-    They destroy the image more slowly than linear betas.
+    Cosine betas destroy the image more slowly than linear betas.
 
     Args:
-        num_steps: T.
+        num_steps: number of steps T.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 17, with s = 0.008 and beta at most
     0.999.
@@ -82,13 +82,14 @@ class CosineBetas:
 class SigmoidBetas:
     """Betas with which alpha-bar falls as a sigmoid.
 
-    Fewer steps are near both ends than with a squared cosine, which suits images larger than 64x64.
+    Fewer steps are near the two ends than with a squared cosine. This suits images larger than
+    64x64.
 
     Args:
-        num_steps: T.
+        num_steps: number of steps T.
         start: argument of the sigmoid at u = 0.
         end: argument of the sigmoid at u = 1.
-        tau: temperature; larger values are closer to a straight line.
+        tau: temperature. With larger values, the curve is closer to a straight line.
 
     Source: Jabri et al. 2022 (arXiv 2212.11972), appendix B; Chen 2023 (arXiv 2301.10972),
     algorithm 1.
@@ -117,7 +118,7 @@ class GivenBetas:
     """Betas from a list.
 
     Args:
-        values: T betas in (0, 1); the last may be 1.
+        values: T betas in (0, 1). The last beta may be 1.
 
     Example:
         >>> DiscreteVP(GivenBetas([0.1, 0.2, 0.3])).num_steps
@@ -134,12 +135,12 @@ class GivenBetas:
 
 @dataclass(frozen=True)
 class ZeroTerminalSNR:
-    """Another schedule, rescaled so that its last step has an SNR of 0.
+    """A given schedule, rescaled so that the SNR of its last step is 0.
 
-    sqrt(alpha-bar) is shifted to end at 0 and scaled to keep its first value. Train with Velocity
-    or Sample, because Epsilon cannot be trained at an SNR of 0. The default grid of each solver
-    fits. A grid that you set for `Heun`, `DPMSolverPP2S` or `UniPC` must start at a finite log SNR,
-    as `LogSNR(noisiest=-10)` does.
+    The square root of alpha-bar is shifted to end at 0 and scaled to keep its first value. Train
+    with Velocity or Sample, because Epsilon cannot be trained at an SNR of 0. The default grid of
+    each solver works. If you set a grid for `Heun`, `DPMSolverPP2S` or `UniPC`, it must start at a
+    finite log SNR, as `LogSNR(noisiest=-10)` does.
 
     Args:
         base: the schedule to rescale.
@@ -156,7 +157,7 @@ class ZeroTerminalSNR:
     base: BetaSchedule
 
     def betas(self) -> Tensor:
-        """(num_steps,) float64; the last is 1."""
+        """(num_steps,) float64; the last value is 1."""
         alpha = (1 - self.base.betas()).cumprod(0).sqrt()
         alpha = (alpha - alpha[-1]) * alpha[0] / (alpha[0] - alpha[-1])
         alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), alpha**2])
@@ -164,21 +165,21 @@ class ZeroTerminalSNR:
 
 
 def _betas_from_alpha_bar(alpha_bar: Tensor) -> Tensor:
-    """Betas <= 0.999, (T,), from alpha-bar up to a factor at u = 0, 1/T, ..., 1, (T + 1,)."""
+    """Betas (T,) <= 0.999 from alpha-bar (T + 1,), given up to a factor at u = 0, 1/T, ..., 1."""
     return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=0.999)
 
 
 @dataclass(eq=False)
 class DiscreteVP:
-    """Variance-preserving process in T steps: alpha^2 = alpha-bar, sigma^2 = 1 - alpha-bar.
+    """Variance-preserving process in T steps: `alpha**2 = alpha_bar`, `sigma**2 = 1 - alpha_bar`.
 
-    Times are 0 (least noisy) to T - 1. Time -1 is the clean image. Between integer times, log SNR
-    is interpolated linearly, so every solver and time grid works. Next to the clean image, and next
-    to a step with an SNR of 0, alpha-bar is interpolated instead.
+    Times range from 0 (least noisy) to T - 1. Time -1 is the clean image. Between integer times,
+    the log SNR is interpolated linearly, so every solver and time grid works. Next to the clean
+    image, and next to a step with an SNR of 0, alpha-bar is interpolated instead.
 
     Args:
         betas: schedule of the variances.
-        rescale_labels: whether the network gets t * 1000 / T instead of t, as in
+        rescale_labels: whether the network gets `t * 1000 / T` instead of t, as in
             improved-diffusion.
 
     Raises:
@@ -215,21 +216,21 @@ class DiscreteVP:
         self._copies: dict[torch.device, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the copies on devices, for `copy` and `pickle`."""
+        """The state without the copies on other devices, for `copy` and `pickle`."""
         return {**vars(self), "_copies": {}}
 
     @property
     def t_max(self) -> float:
-        """T - 1."""
+        """The noisiest time, `T - 1`."""
         return self.num_steps - 1.0
 
     @property
     def num_steps(self) -> int:
-        """T."""
+        """The number of steps T."""
         return self._table.shape[1] - 1
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64, for t in [-1, T - 1]."""
+        """`sqrt(alpha_bar)` and `sqrt(1 - alpha_bar)`, float64, for t in [-1, T - 1]."""
         position = t.double() + 1
         column = position.long().clamp(0, self.num_steps)
         columns = self._table_on(t.device)[:, column]
@@ -241,15 +242,15 @@ class DiscreteVP:
         return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """t, or t * 1000 / T."""
+        """The noise label: t, or `t * 1000 / T` with `rescale_labels`."""
         return t * (1000 / self.num_steps) if self.rescale_labels else t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """The step i with u in [i / T, (i + 1) / T)."""
+        """The step i for which u is in [i / T, (i + 1) / T)."""
         return (u.double() * self.num_steps).floor().clamp(max=self.t_max)
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """Time in [-1, T - 1] with this log SNR, the inverse of `alpha_sigma`."""
+        """Time in [-1, T - 1] at which the log SNR has this value."""
         alpha_bars, _, log_snrs, _, _ = self._table_on(log_snr.device)[:, 1:]  # decreasing
         log_snr = log_snr.double()
         upper = torch.searchsorted(-log_snrs, -log_snr).clamp(1, self.num_steps - 1)
@@ -267,9 +268,10 @@ class DiscreteVP:
         return noise
 
     def _table_on(self, device: torch.device) -> Tensor:
-        """(5, T + 1) alpha-bar at both ends of each interval, its logits, whether these are finite.
+        """(5, T + 1): alpha-bar at both ends of each interval, its logits, and if they are finite.
 
-        A copy is stored for each device. Fake tensors, which torch.compile uses, are not stored.
+        The process stores one copy per device. It does not store fake tensors, which torch.compile
+        uses.
         """
         table = self._copies.get(device)
         if table is None:
@@ -283,8 +285,8 @@ class DiscreteVP:
 class ContinuousVP:
     """Variance-preserving process in continuous time, the limit of linear betas.
 
-    alpha^2 = exp(-B), sigma^2 = 1 - exp(-B) with B(t) = beta_min t + beta_d t^2 / 2, for t in [0,
-    1]. The noise label is 999 t.
+    For t in [0, 1], `alpha**2 = exp(-B(t))` and `sigma**2 = 1 - exp(-B(t))`, with
+    `B(t) = beta_min * t + beta_d * t**2 / 2`. The noise label is `999 * t`.
 
     Args:
         beta_min: slope of B at t = 0.
@@ -315,13 +317,13 @@ class ContinuousVP:
             raise ValueError(f"0 < beta_min, beta_d < inf and 0 < t_min < 1 must hold, got {self}.")
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """exp(-B / 2) and sqrt(1 - exp(-B)), float64."""
+        """`exp(-B / 2)` and `sqrt(1 - exp(-B))`, float64."""
         t = t.double()
         b = self.beta_min * t + self.beta_d * t**2 / 2
         return (-b / 2).exp(), (-torch.expm1(-b)).sqrt()
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """999 t."""
+        """The noise label `999 * t`."""
         return 999 * t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
@@ -329,7 +331,7 @@ class ContinuousVP:
         return self.t_min + (1 - self.t_min) * u.double()
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """The t with B(t) = log(1 + 1 / SNR)."""
+        """The t for which `B(t) = log(1 + 1 / SNR)`."""
         log_snr = log_snr.double()
         b = torch.logaddexp(torch.zeros_like(log_snr), -log_snr)
         return 2 * b / (self.beta_min + (self.beta_min**2 + 2 * self.beta_d * b).sqrt())
@@ -341,12 +343,12 @@ class ContinuousVP:
 
 @dataclass(frozen=True)
 class LinearFlow:
-    """Linear path of flow matching: alpha = 1 - t and sigma = t, for t in [0, 1].
+    """Linear path of flow matching: `alpha = 1 - t` and `sigma = t`, for t in [0, 1].
 
     This path is also called rectified flow. Its usual parameterization is `FlowVelocity`. The
-    network gets the time as the noise label 1000 t. An image at time 1 is pure noise. The default
-    grid of each solver fits. A grid that you set for `Heun`, `DPMSolverPP2S` or `UniPC` must start
-    at a finite log SNR, as `LogSNR(noisiest=-10)` does.
+    network gets the time as the noise label `1000 * t`. An image at time 1 is pure noise. The
+    default grid of each solver works. If you set a grid for `Heun`, `DPMSolverPP2S` or `UniPC`, it
+    must start at a finite log SNR, as `LogSNR(noisiest=-10)` does.
 
     Args:
         t_min: least noisy time that is trained on.
@@ -355,8 +357,8 @@ class LinearFlow:
         ValueError: unless 0 < t_min < 1.
 
     Source: Lipman et al. 2023 (Flow Matching, arXiv 2210.02747), Eq. 20-23 with sigma_min = 0 and
-    time reversed; Liu et al. 2023 (Rectified Flow, arXiv 2209.03003), Eq. 1. 1000 t as in Esser et
-    al. 2024 (SD3, arXiv 2403.03206).
+    time reversed; Liu et al. 2023 (Rectified Flow, arXiv 2209.03003), Eq. 1. The noise label
+    `1000 * t` is the same as in Esser et al. 2024 (SD3, arXiv 2403.03206).
 
     Example:
         >>> alpha, sigma = LinearFlow().alpha_sigma(torch.tensor([0.25, 1.0]))
@@ -374,11 +376,11 @@ class LinearFlow:
             raise ValueError(f"0 < t_min < 1 must hold, got {self.t_min}.")
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """1 - t and t, float64."""
+        """`1 - t` and `t`, float64."""
         return 1 - t.double(), t.double()
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """1000 t."""
+        """The noise label `1000 * t`."""
         return 1000 * t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
@@ -386,25 +388,25 @@ class LinearFlow:
         return self.t_min + (1 - self.t_min) * u.double()
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """1 / (1 + SNR^(1/2))."""
+        """The time `1 / (1 + SNR**(1/2))`."""
         return torch.sigmoid(-log_snr.double() / 2)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """Noise of standard deviation t."""
+        """Noise with standard deviation t."""
         return noise * expand_as(t, noise)
 
 
 @dataclass(frozen=True)
 class EDMProcess:
-    """EDM's process, which adds noise without scaling the image: alpha = 1 and sigma = t.
+    """EDM's process, which adds noise without scaling the image: `alpha = 1` and `sigma = t`.
 
-    The noise label is ln(sigma) / 4, EDM's c_noise. ln(sigma) is linear in u. EDM trains with
-    `LogNormal` times, not with uniform ones.
+    The noise label is `ln(sigma) / 4`, which EDM calls c_noise. The logarithm of sigma is linear in
+    u. EDM trains with `LogNormal` times instead of uniform times.
 
     Args:
         sigma_min: smallest noise level, in units of x0.
         sigma_max: largest noise level. By default, `Heun` starts at sigma_max or at 148, whichever
-            is smaller. With times=Karras() it always starts at sigma_max.
+            is smaller. With times=Karras(), `Heun` always starts at sigma_max.
 
     Raises:
         ValueError: unless 0 < sigma_min < sigma_max.
@@ -427,33 +429,33 @@ class EDMProcess:
 
     @property
     def t_min(self) -> float:
-        """sigma_min."""
+        """The least noisy time, sigma_min."""
         return self.sigma_min
 
     @property
     def t_max(self) -> float:
-        """sigma_max."""
+        """The noisiest time, sigma_max."""
         return self.sigma_max
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """1 and t, float64."""
+        """Scales `1` and `t`, float64."""
         t = t.double()
         return torch.ones_like(t), t
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """ln(sigma) / 4."""
+        """The noise label `ln(sigma) / 4`."""
         return t.log() / 4
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """sigma_min^(1 - u) sigma_max^u."""
+        """The noise level `sigma_min**(1 - u) * sigma_max**u`."""
         return self.sigma_min * (self.sigma_max / self.sigma_min) ** u.double()
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """SNR^(-1/2)."""
+        """The noise level `SNR**(-1/2)`."""
         return (-log_snr.double() / 2).exp()
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """Noise of standard deviation sigma."""
+        """Noise with standard deviation sigma."""
         return noise * expand_as(t, noise)
 
 
@@ -461,8 +463,8 @@ class EDMProcess:
 class VE(EDMProcess):
     """Variance-exploding process: noise from 0.02 to 100, uniform in ln(sigma).
 
-    The noise label is ln(sigma / 2). Train with `Epsilon` and `Uniform` times: Song et al. learn
-    sigma times the score, which is minus the noise.
+    The noise label is `ln(sigma / 2)`. Train with `Epsilon` and `Uniform` times, because Song et
+    al. learn sigma times the score, which is minus the noise.
 
     Args:
         sigma_min: smallest noise level, in units of x0.
@@ -480,5 +482,5 @@ class VE(EDMProcess):
     sigma_max: float = 100.0
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """ln(sigma / 2)."""
+        """The noise label `ln(sigma / 2)`."""
         return (t / 2).log()

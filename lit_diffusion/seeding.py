@@ -1,8 +1,8 @@
 """Random seeds: every random number is a function of a documented key.
 
 The key of a training step is (seed, rank, step, micro-batch). A resumed run therefore draws the
-same numbers as an uninterrupted one, and ranks draw different ones. The key of a sample is its
-seed, so it does not depend on batch size, device or number of ranks.
+same numbers as an uninterrupted run, and ranks draw different numbers. The key of a sample is its
+seed. The noise of a sample therefore does not depend on batch size, device or number of ranks.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ _INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 def fold(*key: int | str) -> int:
     """Hash a key to a 63-bit seed.
 
-    Different keys give unrelated seeds. A CPU generator uses only the low 32 bits of a seed. Of n
-    keys, about n^2 / 2^33 pairs have the same low 32 bits. This is harmless for the noise of
-    training steps. Samples must all differ, so `PerSampleNoise` uses another function.
+    Different keys give unrelated seeds. A CPU generator uses only the low 32 bits of a seed. Among
+    n keys, about `n**2 / 2**33` pairs have the same low 32 bits. This is harmless for the noise of
+    training steps. Samples must all differ, so `PerSampleNoise` uses a different function.
 
     Example:
         >>> fold("step", 0, 1) == fold("step", 0, 1), fold("step", 0, 1) == fold("step", 1, 0)
@@ -85,16 +85,17 @@ class PerSampleNoise:
     """Standard normal noise with one CPU generator per sample.
 
     Row i of a draw depends only on `seeds[i]` and the number of earlier draws, not on other rows.
-    Different seeds below 2^32 give different noise within a stream. Numbers are drawn on the CPU in
-    float32 and then moved to the device, so all devices get the same noise.
+    Within a stream, different seeds below `2**32` give different noise. Numbers are drawn on the
+    CPU in float32 and then moved to the device, so all devices get the same noise.
 
     Args:
         seeds: one integer per sample.
-        stream: name of the use of the noise. Different streams give different noise for a seed.
+        stream: name of the purpose of the noise. For the same seed, different streams give
+            different noise.
 
     Attributes:
-        generators: one generator per sample. If you pass them to a diffusers pipeline, it draws the
-            same noise as `generate` does for these seeds.
+        generators: one generator per sample. If you pass them to a diffusers pipeline, the pipeline
+            draws the same noise as `generate` for these seeds.
 
     Example:
         >>> PerSampleNoise([3, 5]).draw((2, 2)).shape
@@ -131,7 +132,7 @@ def _scramble(seed: int, offset: int) -> int:
 
 
 def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
-    """Default classes of samples with these seeds: seed mod num_classes.
+    """Default classes of samples with these seeds, `seed % num_classes`.
 
     Example:
         >>> classes_of([0, 1, 12], num_classes=10)
@@ -145,8 +146,8 @@ def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
 def index_uniforms(index: Tensor) -> Tensor:
     """Compute a fixed u in [0, 1) for each sample index, so that consecutive indices spread evenly.
 
-    u is frac(1/2 + index / golden ratio), the additive recurrence with the lowest discrepancy. With
-    it a validation set of any size covers all noise levels evenly.
+    The formula is `u = frac(1/2 + index / golden_ratio)`. It is the additive recurrence with the
+    lowest discrepancy. With this u, a validation set of any size covers all noise levels evenly.
 
     Args:
         index: (B,) int64 indices of samples.

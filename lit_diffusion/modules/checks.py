@@ -48,7 +48,7 @@ def check_conditioning(
     label_dropout: float,
     guidance: Guidance | None,
 ) -> None:
-    """Raise ValueError if labels are needed but missing, or numbers of classes or words differ."""
+    """Raise ValueError if needed labels are missing, or if numbers of classes or words differ."""
     if not 0 <= label_dropout < 1:
         raise ValueError(f"label_dropout must be in [0, 1), got {label_dropout}.")
     needs_dropout = isinstance(guidance, ClassifierFree)
@@ -114,7 +114,7 @@ def check_objective(
 
 
 def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guidance | None) -> None:
-    """Raise ValueError if solver, process, guidance and loss can't be used together.
+    """Raise ValueError if solver, process, guidance and loss cannot be used together.
 
     Example:
         >>> from lit_diffusion.losses import DenoisingLoss, Simple
@@ -173,13 +173,13 @@ def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
 def check_data(
     data: object, codec: Codec, image_shape: tuple[int, ...], num_classes: int | None
 ) -> None:
-    """Raise ValueError if the data module has another shape, VAE or number of classes.
+    """Raise ValueError if the data module has a different shape, VAE or number of classes.
 
     Args:
         data: a data module. Attributes that it lacks are not checked.
         codec: codec of the module.
         image_shape: (C, H, W) of x0 in the module.
-        num_classes: number of classes of the module. None is not checked, because the module does
+        num_classes: number of classes of the module. None skips the check, because the module does
             not use labels.
     """
     if (vae_sha256 := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
@@ -215,7 +215,7 @@ def codec_record(codec: Codec) -> dict[str, Any]:
 
 
 def check_codec(codec: Codec, checkpoint: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint is of a run with another codec."""
+    """Raise ValueError if the checkpoint comes from a run with a different codec."""
     saved = checkpoint.get("codec")
     if isinstance(saved, Mapping) and (theirs := saved.get("sha256")) != _sha256(codec):
         raise ValueError(
@@ -243,7 +243,7 @@ def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
 
 
 def check_batch(batch: object, takes_condition: bool) -> None:
-    """Raise ValueError unless a batch is (images, labels, index), and its condition is used.
+    """Raise ValueError unless a batch is (images, labels, index) and the module uses its condition.
 
     Args:
         batch: a batch of the data.
@@ -282,7 +282,7 @@ def _describe(value: object) -> str:
 
 
 def unused_classes(data: object) -> str | None:
-    """A hint for the user that an unconditional model ignores the classes of its data, or None."""
+    """A hint that an unconditional model ignores the classes of its data; None if it does not."""
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
@@ -297,8 +297,8 @@ class FiniteDenoise:
     """A `Denoise` that records, on the device, when each sample first became non-finite.
 
     Args:
-        denoise: the function to wrap. Its x0 is tested before it is clamped, because clamping would
-            hide an infinity.
+        denoise: the function to wrap. The estimate of x0 is tested before clamping, because
+            clamping would hide an infinity.
 
     Example:
         >>> denoise = FiniteDenoise(lambda x_t, t: Denoised(x0=x_t, noise=x_t))
@@ -319,7 +319,7 @@ class FiniteDenoise:
         return denoised
 
     def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
-        """Raise NonFiniteSamples if a sample, or an estimate of it on the way, is not finite.
+        """Raise NonFiniteSamples if a sample or one of its intermediate estimates is not finite.
 
         Args:
             x0: (B, ...) the finished samples.

@@ -24,13 +24,13 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class NoisyClassifier(LightningModule):
-    """Learns log p(label | x_t) at all noise levels, with the process of a diffusion model.
+    """Learns `log p(label | x_t)` at all noise levels, with the process of a diffusion model.
 
-    The network's input is x_t / sqrt(alpha^2 + sigma^2). It has about unit variance on every
-    process, and equals x_t if alpha^2 + sigma^2 = 1.
+    The network's input is `x_t / sqrt(alpha**2 + sigma**2)`. This input has about unit variance on
+    every process, and equals x_t if `alpha**2 + sigma**2 = 1`.
 
-    The random numbers of a training step depend only on (seed, rank, step, micro-batch). Those of a
-    validation image depend only on its index.
+    The random numbers of a training step depend only on (seed, rank, step, micro-batch). The random
+    numbers of a validation image depend only on its index.
 
     Args:
         network: a network such as `EncoderUNet`, which maps the scaled x_t (B, C, H, W) and the
@@ -40,7 +40,7 @@ class NoisyClassifier(LightningModule):
         optimizer: function that creates the optimizer from the parameters.
         image_shape: (C, H, W) of x0.
         num_classes: number of classes; labels are 0, ..., num_classes - 1.
-        codec: codec of the diffusion model; None is PixelCodec.
+        codec: codec of the diffusion model; None means PixelCodec.
         lr_scheduler: function that creates the lr schedule from the optimizer. The schedule is
             stepped once per optimizer step. None keeps the lr constant.
 
@@ -96,7 +96,7 @@ class NoisyClassifier(LightningModule):
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean of -log p(label | x_t) over the images, at random times and noise."""
+        """Mean of `-log p(label | x_t)` over the images, at random times and with random noise."""
         images, labels, _ = batch
         x0 = encode_for_training(self.codec, images)
         t = self.times.quantile(draw_uniforms(len(x0), device=self.device), self.process)
@@ -121,7 +121,7 @@ class NoisyClassifier(LightningModule):
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if the checkpoint is of a run with another codec."""
+        """Raise ValueError if the checkpoint comes from a run with a different codec."""
         checks.check_codec(self.codec, checkpoint)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -135,14 +135,14 @@ class NoisyClassifier(LightningModule):
         return configured
 
     def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Logits (B, num_classes) at x_t = alpha x0 + sigma noise, for times t (B,)."""
+        """Logits (B, num_classes) at `x_t = alpha * x0 + sigma * noise`, for times t (B,)."""
         alpha, sigma = (expand_as(v, x0) for v in self.process.alpha_sigma(t))
         return self._logits_of(alpha * x0 + sigma * noise, t)
 
     def gradient(self, scale: float = 1.0) -> LogProbGradient:
-        """Return a function for classifier guidance: the gradient of scale * log p(label | x_t).
+        """Return the gradient of `scale * log p(label | x_t)`, as a function for guidance.
 
-        The gradient is with respect to x_t. It is 0 for labels of -1.
+        The gradient is with respect to x_t. For a label of -1, the gradient is 0.
         """
 
         @torch.inference_mode(mode=False)  # a Trainer validates without gradients

@@ -1,7 +1,7 @@
-"""Compile a network by `torch.compile`: one graph for each training batch size, and one to sample.
+"""Compile a network with `torch.compile`: a graph for each training batch size and one to sample.
 
-The network is compiled in place, so names in its state_dict are those of the uncompiled network.
-Copies by deepcopy or pickle are not compiled.
+The network is compiled in place, so the names in its state_dict do not change. Copies made with
+deepcopy or pickle are not compiled.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def check_mode(mode: str | None) -> None:
 def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: int) -> None:
     """Raise ValueError if gradients of CUDA graphs would be accumulated over micro-batches.
 
-    Each replay of a graph overwrites the gradients of the replay before
+    Each replay of a graph overwrites the gradients of the previous replay
     (github.com/pytorch/pytorch/issues/169545).
 
     Example:
@@ -48,12 +48,12 @@ def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: i
 
 
 def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = False) -> None:
-    """Compile a network, or each of its blocks, in place, at its next call.
+    """Compile a network, or each of its blocks, in place. The compilation runs at the next call.
 
     Tensor sizes are constants of a graph, unless `run_compiled` marks them as dynamic. By default,
-    torch would make them dynamic at the second size that it sees, and use the slower dynamic graph
-    from then on. The bits of a step would then depend on the sizes of earlier batches, and a
-    resumed fit would differ from an uninterrupted one.
+    torch would make sizes dynamic at the second size that it sees, and use the slower dynamic graph
+    from then on. The exact result of a step would then depend on the sizes of earlier batches, and
+    a resumed fit would differ from an uninterrupted fit.
 
     Args:
         network: the network.
@@ -82,8 +82,8 @@ def run_compiled(
 ) -> Tensor:
     """Run a compiled network on images x (B, C, H, W) at noise labels (B,).
 
-    In training mode each B has a graph of its own. In evaluation mode one graph serves all B above
-    1.
+    In training mode, each batch size B has its own graph. In evaluation mode, one graph serves all
+    B > 1.
     """
     noise_label = noise_label.contiguous()  # strides are constants too, and solvers expand t
     if not network.training and len(x) > 1:
@@ -105,8 +105,8 @@ def run_compiled_loss(
 ) -> Tensor:
     """Run `loss.per_sample` in training, compiled if the loss has a learned variance.
 
-    Such a loss would otherwise launch more than 100 kernels. Each batch size has a graph of its
-    own. The arguments are those of `protocols.Loss.per_sample`.
+    Without compilation, such a loss would launch more than 100 kernels. Each batch size has its own
+    graph. The function takes the arguments of `protocols.Loss.per_sample`.
     """
     inputs = (loss, weighted_error, prediction, process, parameterization)
     if loss.output_factor == 1:

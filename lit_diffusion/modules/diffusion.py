@@ -1,4 +1,4 @@
-"""The LightningModule of diffusion models: each part of the method is an argument."""
+"""The LightningModule for diffusion models. Each part of the method is an argument."""
 
 from collections.abc import Sequence
 from math import nan
@@ -61,12 +61,14 @@ Batch = tuple[Tensor, Any, Tensor]
 class DiffusionModule(LightningModule):
     """Trains a denoising network, measures its loss on fixed noise, and samples from it.
 
-    Random numbers are reproducible. Those of a training step depend only on (seed, rank, step,
-    micro-batch), where the seed is that of `seed_everything`, or 0 if it was not called. Those of a
-    validation image depend only on its index, and those of a sample only on its seed.
+    Random numbers are reproducible. In a training step, they depend only on (seed, rank, step,
+    micro-batch). The seed is the seed that was passed to `seed_everything`, or 0 if it was not
+    called. For a validation image, random numbers depend only on the image's index. For a sample,
+    they depend only on the sample's seed.
 
-    A non-finite loss does not stop the run by itself. To stop it, add `callbacks.FiniteUpdates`,
-    which `lit-diffusion fit` does, or set Trainer(detect_anomaly=True).
+    A non-finite loss does not stop the run by itself. To stop the run, add the callback
+    `callbacks.FiniteUpdates` or set Trainer(detect_anomaly=True). The command `lit-diffusion fit`
+    adds the callback for you.
 
     Args:
         network: a `protocols.Network`.
@@ -80,37 +82,38 @@ class DiffusionModule(LightningModule):
             `fused` or `foreach`.
         image_shape: (C, H, W) of x0. In a config of `fit`, "data" uses the shape of the data
             module's images.
-        num_classes: number of classes; short for conditioning=ClassLabels(num_classes). In a config
-            of `fit`, "data" uses the number of classes of the data module.
+        num_classes: number of classes. This is short for conditioning=ClassLabels(num_classes). In
+            a config of `fit`, "data" uses the number of classes of the data module.
         label_dropout: fraction of training samples whose condition is dropped, for classifier-free
-            guidance; 0.1 to 0.2 is usual.
-        codec: maps images to x0 and back; None is PixelCodec.
-        guidance: guidance that `generate` uses; None samples from the conditional model.
+            guidance. Usual values are 0.1 to 0.2.
+        codec: maps images to x0 and back; None means PixelCodec.
+        guidance: guidance that `generate` uses. None samples from the conditional model without
+            guidance.
         lr_scheduler: function that creates the lr schedule from the optimizer. The schedule is
             stepped once per optimizer step. None keeps the lr constant.
         conditioning: kind of condition of the data and the network; None ignores the labels of the
             data.
         uniforms: joint distribution of the random numbers from which the times of a batch are
-            computed; None is Stratified().
+            computed; None means Stratified().
         channels_last: whether network and images use torch's channels_last memory format, which
             can make convolutions faster.
         compile: mode of `torch.compile` for the network in a fit, including validation and samples
             during the fit. A loss with a learned variance is compiled too. None compiles nothing.
-            "reduce-overhead" and "max-autotune" use CUDA graphs for the network. Outside a fit
-            nothing is compiled, so that `load` and the commands that sample or evaluate start at
-            once. Call `compile_network` to speed up many samples. Dropout draws other random
-            numbers in a compiled network than in an eager one.
+            The modes "reduce-overhead" and "max-autotune" use CUDA graphs for the network. Outside
+            a fit, nothing is compiled, so that `load` and the commands that sample or evaluate
+            start at once. Call `compile_network` to speed up the generation of many samples.
+            Dropout draws different random numbers in a compiled network and in an eager network.
 
     Raises:
         ValueError: if two of the arguments do not fit together.
 
     Attributes:
-        timestep_density: (num_bins,) density over u in [0, 1] from which training times are drawn,
-            not necessarily normalized; None is uniform.
-        timestep_weight: (num_bins,) factor on the loss for each bin of u; None is 1.
+        timestep_density: (num_bins,) density over u in [0, 1] from which training times are drawn.
+            It need not be normalized. None means the uniform density.
+        timestep_weight: (num_bins,) factor on the loss for each bin of u. None means 1.
         watch: function that is called before every step of the solver (`protocols.Watch`), or None.
 
-    Source: Ho et al. 2020 (DDPM), algorithm 1, with every choice an argument.
+    Source: Ho et al. 2020 (DDPM), algorithm 1. Here, every choice is an argument.
 
     Example:
         >>> from lit_diffusion.losses import DenoisingLoss, MinSNR
@@ -199,7 +202,7 @@ class DiffusionModule(LightningModule):
     # Training
 
     def setup(self, stage: str) -> None:
-        """Raise ValueError if the device or the data do not fit the module; compile the network."""
+        """Raise ValueError if device or data do not fit the module, and compile the network."""
         if self.device.type == "mps":  # noise levels are float64
             raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
         data = getattr(self.trainer, "datamodule", None)
@@ -216,7 +219,7 @@ class DiffusionModule(LightningModule):
             self.compile_network(mode, isinstance(self.trainer.strategy, ModelParallelStrategy))
 
     def compile_network(self, mode: CompileMode = "default", by_block: bool = False) -> None:
-        """Compile the network in place, at its next call; `compile=` does the same for a fit.
+        """Compile the network in place, at its next call. In a fit, set `compile=` instead.
 
         Args:
             mode: mode of `torch.compile`.
@@ -227,7 +230,7 @@ class DiffusionModule(LightningModule):
         compiled.compile_network(self.network, mode, by_block)
 
     def configure_model(self) -> None:
-        """Split the network over the ranks of ModelParallelStrategy; Lightning calls this.
+        """Split the network over the ranks of ModelParallelStrategy. Lightning calls this method.
 
         Raises:
             ValueError: if weights outside the network are trained, if the strategy has tensor
@@ -256,16 +259,16 @@ class DiffusionModule(LightningModule):
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
-        """Compute the loss E[w(u) W(t) mean |target - network(x_t, t)|^2] of a batch.
+        """Compute the loss `E[w(u) * W(t) * mean((target - network(x_t, t))**2)]` of a batch.
 
-        Here x_t = alpha(t) x0 + sigma(t) noise. The expectation is over the images x0 of the batch,
-        standard normal noise, and u from `timestep_density`; t is the time of u. The
-        parameterization defines the target. W is the weighting of the loss, and w is
+        Here, `x_t = alpha(t) * x0 + sigma(t) * noise`. The expectation is over the images x0 of the
+        batch, standard normal noise, and u from `timestep_density`. The time t is computed from u.
+        The parameterization defines the target. W is the weighting of the loss, and w is
         `timestep_weight`.
 
         Returns:
-            A dictionary with the "loss", and for callbacks "u", "t" and "per_sample_loss", (B,)
-            each.
+            A dictionary with the "loss". For callbacks, it also has "u", "t" and
+            "per_sample_loss", each with the shape (B,).
         """
         images, condition, _ = self._unpack_batch(batch)
         x0 = encode_for_training(self.codec, images)  # (B, C, H, W)
@@ -289,9 +292,10 @@ class DiffusionModule(LightningModule):
     def per_sample_loss(
         self, x0: Tensor, condition: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:
-        """Compute the losses W(t) mean |target - network(x_t)|^2 at x_t = alpha x0 + sigma noise.
+        """Compute the losses `W(t) * mean((target - network(x_t, t))**2)` of noised images.
 
-        The losses depend only on the arguments and the weights.
+        The noised images are `x_t = alpha(t) * x0 + sigma(t) * noise`. The losses depend only on
+        the arguments and the weights.
 
         Args:
             x0: (B, C, H, W) clean images, encoded.
@@ -322,7 +326,7 @@ class DiffusionModule(LightningModule):
     def _run_network(
         self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and variance output (None if not learned), in the dtype of x_t."""
+        """The output, and the variance output (None if it is not learned), in the dtype of x_t."""
         x = self.parameterization.network_input(x_t, alpha, sigma)
         x = x.to(self.dtype).contiguous(memory_format=self.memory_format)
         inputs = (x, self.process.noise_label(t).float(), condition)
@@ -366,7 +370,7 @@ class DiffusionModule(LightningModule):
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if the checkpoint is of a run with another codec."""
+        """Raise ValueError if the checkpoint comes from a run with a different codec."""
         checks.check_codec(self.codec, checkpoint)
 
     # Validation
@@ -402,17 +406,17 @@ class DiffusionModule(LightningModule):
 
     @torch.no_grad()
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
-        """Generate images uint8 (N, C, H, W); image i depends only on seeds[i] and labels[i].
+        """Generate images uint8 (N, C, H, W). Image i depends only on seeds[i] and labels[i].
 
         Args:
             seeds: one integer per image.
-            labels: a condition of N images, such as classes (N,) int64 below `num_classes`, where
-                -1 is no class. None uses the default of each seed; for classes it is the seed
-                modulo `num_classes`.
+            labels: a condition for N images, such as classes (N,) int64 below `num_classes`, where
+                -1 means no class. None uses the default of each seed. For classes, the default is
+                the seed modulo `num_classes`.
 
         Raises:
             ValueError: if labels are not a valid condition.
-            NonFiniteSamples: if an image, or an estimate of it on the way, is NaN or infinite.
+            NonFiniteSamples: if an image or one of its intermediate estimates is NaN or infinite.
         """
         return self._sample(self.solver, self.process, seeds, labels)
 
@@ -426,13 +430,13 @@ class DiffusionModule(LightningModule):
             images: uint8 (N, C, H, W) images to start from.
             seeds: one integer per image.
             labels: a condition of N images; None uses the default of each seed, as in `generate`.
-            strength: fraction of the solver's steps that are taken, at least one step. A small
+            strength: fraction of the solver's steps to use. At least one step is used. A small
                 fraction preserves most of the image.
 
         Raises:
             ValueError: if labels are not a valid condition, if strength is outside (0, 1], or if
                 the solver has no `steps` and `times`.
-            NonFiniteSamples: if an image, or an estimate of it on the way, is NaN or infinite.
+            NonFiniteSamples: if an image or one of its intermediate estimates is NaN or infinite.
 
         Source: Meng et al. 2022 (SDEdit).
         """
@@ -453,13 +457,13 @@ class DiffusionModule(LightningModule):
     ) -> Tensor:
         """Generate images uint8 (N, C, H, W) that equal given images where a mask is 1.
 
-        The sampler is `solvers.editing.RePaint`, ancestral sampling with the steps and times of the
-        module's solver. If the solver has a variance, it is used too.
+        The sampler is `solvers.editing.RePaint`. It is ancestral sampling with the steps and times
+        of the module's solver, and with the solver's variance if it has one.
 
         Args:
-            images: uint8 (N, C, H, W) images, part of which is preserved.
-            mask: (N, 1, H, W) or broadcastable, with the height and width of x0: 1 where images are
-                preserved, and 0 where they are generated.
+            images: uint8 (N, C, H, W) images to preserve in part.
+            mask: (N, 1, H, W) or broadcastable, with the height and width of x0. The mask is 1
+                where images are preserved, and 0 where they are generated.
             seeds: one integer per image.
             labels: a condition of N images; None uses the default of each seed, as in `generate`.
             resamples: number of times that each step is taken. A larger number makes both parts
@@ -508,7 +512,7 @@ class DiffusionModule(LightningModule):
         return denoise
 
     def sampling_record(self) -> dict[str, Any]:
-        """Solver, steps, guidance and process of `generate`, for records of scores."""
+        """Solver, steps, guidance and process that `generate` uses, for records of scores."""
         return {
             "solver": repr(with_grid(self.solver, self.process)),
             "steps": getattr(self.solver, "steps", None),
@@ -535,8 +539,8 @@ class DiffusionModule(LightningModule):
         """Log the loss, and in logging steps also its mean in each quartile of u (nan if empty).
 
         Lightning takes 0.5 ms to log a number, so numbers that would not be used are not logged.
-        `prog_bar=True` is not used, because Lightning would wait for the device at every batch.
-        `callbacks.progress` shows the loss without it.
+        The method does not set `prog_bar=True`, because Lightning would then wait for the device at
+        every batch. Instead, `callbacks.progress` shows the loss.
         """
         is_logging_step = should_log(self.trainer)
         if is_logging_step or batch_idx == 0 or self.trainer.is_last_batch:

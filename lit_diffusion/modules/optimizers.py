@@ -32,8 +32,8 @@ def optimizer_and_schedule(
         make_schedule: function that creates the schedule from the optimizer; None keeps the lr
             constant.
         total_steps: function that returns the optimizer steps of the whole run, or None if the run
-            has no end. It is called only if the schedule needs this number and was created without
-            it.
+            has no end. The function is called only if the schedule needs this number and was
+            created without it.
 
     Raises:
         ValueError: if the schedule needs the length of the run, and the run has no end.
@@ -63,12 +63,13 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     """Set fused=True in torch's Adam, AdamW or SGD if all parameters are on GPUs.
 
     Parameters must be real. The optimizer must have been created without `fused`, `foreach` and
-    `differentiable`. Other optimizers are returned unchanged. Loading a checkpoint does not change
-    `fused` and `foreach`. Therefore a run can resume on another device, from a checkpoint that was
-    written without fused=True, or with weights in another memory format.
+    `differentiable`. Optimizers that do not meet these conditions are returned unchanged. Loading a
+    checkpoint does not change `fused` and `foreach`. Therefore, a run can resume on a different
+    device, from a checkpoint that was written without fused=True, or with weights in a different
+    memory format.
 
-    With precision=16-mixed, the GradScaler unscales the gradients. With fused=True in the
-    constructor the optimizer would unscale them itself, and Lightning does not allow
+    With precision=16-mixed, the GradScaler unscales the gradients. If you pass fused=True to the
+    constructor instead, the optimizer unscales the gradients itself. Lightning does not allow
     `gradient_clip_val` with such optimizers, not even in bf16-mixed.
 
     Example:
@@ -92,7 +93,7 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
 
 
 def _keep_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Load hook: keep the current `fused` and `foreach`; torch converts the state to them."""
+    """Load hook: keep the current `fused` and `foreach`, to which torch converts the state."""
     saved, groups = state["param_groups"], optimizer.param_groups
     if len(saved) != len(groups):
         return None  # torch raises an error

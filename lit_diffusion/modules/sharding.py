@@ -1,4 +1,4 @@
-"""Split the weights of a network over ranks by FSDP2, block by block, and estimate the cost."""
+"""Split the weights of a network over ranks with FSDP2, block by block, and estimate the cost."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,8 +16,8 @@ _GATHERED = {"32-true": None, "bf16-mixed": torch.bfloat16, "bf16-true": None}
 def network_blocks(network: nn.Module) -> Iterator[nn.Module]:
     """Iterate over the blocks of a network, which are split or compiled one by one.
 
-    The attribute `block_names` of a network has the names of its blocks, or of lists of blocks. A
-    network without this attribute has no blocks.
+    The attribute `block_names` of a network contains the names of its blocks, or the names of lists
+    of blocks. A network without this attribute has no blocks.
 
     Example:
         >>> from lit_diffusion.networks.dit import DiT
@@ -35,18 +35,18 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
 
     A block gathers its weights just before it is used, and frees them afterwards. Weights outside
     the blocks are gathered for the whole forward and backward pass. Weights and optimizer state
-    keep their dtype. Under "bf16-mixed" weights are gathered in bfloat16, and gradients are summed
+    keep their dtype. Under "bf16-mixed", weights are gathered in bfloat16, and gradients are summed
     in float32.
 
     Args:
-        network: a network with the same weights on all ranks. If it is split already, in the same
-            way, nothing is done.
-        mesh: one-dimensional, of all ranks that split the data.
+        network: a network with the same weights on all ranks. If it is already split in the same
+            way, the function does nothing.
+        mesh: one-dimensional mesh of all ranks that split the data.
         precision: precision of the Trainer, "32-true", "bf16-mixed" or "bf16-true".
 
     Raises:
-        ValueError: for another precision, for a network without `block_names`, or if the network is
-            split over another mesh or for another precision.
+        ValueError: if the precision is not supported, if the network has no `block_names`, or if
+            the network is already split over a different mesh or for a different precision.
 
     Source: Zhao et al. 2023 (arXiv 2304.11277).
     """
@@ -78,7 +78,7 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
 
 
 class StepCost(NamedTuple):
-    """Memory and computation of one training step of a network, by its shapes alone.
+    """Memory and computation of one training step of a network, computed from its shapes alone.
 
     Attributes:
         parameters: number of weights.
@@ -100,12 +100,12 @@ class StepCost(NamedTuple):
 
 
 def measure_step(network: nn.Module, image_shape: Sequence[int], batch: int) -> StepCost:
-    """Trace one training step on the meta device, which allocates and computes nothing.
+    """Trace one training step on the meta device, which allocates no memory and computes nothing.
 
     Args:
         network: a network on the meta device, in the dtype of its matrix products.
         image_shape: (C, H, W) of x.
-        batch: images on a rank.
+        batch: number of images per rank.
 
     Example:
         >>> from lit_diffusion.networks.dit import DiT

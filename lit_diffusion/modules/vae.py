@@ -17,16 +17,17 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 class VAECodec:
-    """Codec of an AutoencoderKL of diffusers, read from a local folder, frozen and in float32.
+    """Codec that uses an AutoencoderKL of diffusers from a local folder, frozen and in float32.
 
-    x0 is scale (z - shift), where z ~ N(mean, exp(logvar)) is the encoder's posterior of an image.
-    Training steps draw z with torch's generator of the device (`encode_for_training`). Validation
-    and other deterministic uses take the mean (`encode`). Both accept uint8 images, or the
+    The codec computes `x0 = scale * (z - shift)`. The latent z is distributed as
+    `N(mean, exp(logvar))`, the encoder's posterior for an image. Training steps call
+    `encode_for_training`, which draws z with the device's torch generator. Validation and other
+    deterministic uses call `encode`, which uses the mean. Both methods accept uint8 images, or the
     floating-point moments that `lit-diffusion encode` writes.
 
-    This class is not an nn.Module. Therefore its weights are not in the module's parameters(),
-    state_dict, EMA or checkpoint. Checkpoints have only the SHA-256 of the weights. The weights are
-    loaded at first use and moved to the device of the input.
+    This class is not an nn.Module. Therefore, its weights are not in the module's parameters(),
+    state_dict, EMA or checkpoint. Checkpoints contain only the SHA-256 of the weights. The weights
+    are loaded at first use and moved to the device of the input.
 
     Args:
         folder: folder with config.json and diffusion_pytorch_model.safetensors.
@@ -39,9 +40,9 @@ class VAECodec:
     Raises:
         FileNotFoundError: if a file is missing.
         ModuleNotFoundError: if diffusers is not installed.
-        ValueError: for numbers out of range, for a folder of another kind of model, or if the
-            weights are in several files. At first use, if weights do not fit config.json or are not
-            finite.
+        ValueError: if a number is out of range, if the folder contains a different kind of model,
+            or if the weights are in several files. At first use, also if weights do not fit
+            config.json or are not finite.
 
     Source: Rombach et al. 2022 (latent diffusion), sections 3.1 and D.1.
 
@@ -123,7 +124,7 @@ class VAECodec:
         return self._x0(self._moments(images).chunk(2, dim=1)[0])
 
     def encode_for_training(self, images: Tensor, /) -> Tensor:
-        """Draw x0 float32 from the posterior; takes images or moments, like `encode`."""
+        """Draw x0 float32 from the posterior of images or moments, which `encode` also accepts."""
         mean, logvar = self._moments(images).chunk(2, dim=1)
         return self._x0(mean + (0.5 * logvar).exp() * torch.randn_like(mean))
 
@@ -134,7 +135,7 @@ class VAECodec:
         return (pixels * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
     def moments(self, images: Tensor, /) -> Tensor:
-        """Mean and logvar of z for images uint8 (B, C, H, W): (B, 2C', H', W') float32."""
+        """Mean and logvar of z (B, 2C', H', W') float32, for images uint8 (B, C, H, W)."""
 
         def encode_part(part: Tensor) -> Tensor:
             posterior = self._vae.to(part.device).encode(part.float() / 127.5 - 1).latent_dist
@@ -157,7 +158,7 @@ class VAECodec:
 
     @torch.no_grad()
     def _in_batches(self, function: Any, whole: Tensor) -> Tensor:
-        """Apply `function` to batches of `whole`, in float32 under any precision of the Trainer."""
+        """Apply `function` to batches of `whole`, in float32 whatever the Trainer's precision."""
         with torch.autocast(whole.device.type, enabled=False):
             return torch.cat([function(part) for part in torch.split(whole, self.batch_size)])
 
