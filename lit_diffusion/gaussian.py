@@ -1,6 +1,6 @@
 """Gaussian identities for losses and solvers, in float64 until they are applied to images.
 
-Notation: x_t = alpha_t x0 + sigma_t noise, and s is a less noisy time than t.
+Notation: `x_t = alpha_t * x0 + sigma_t * noise`, and s is a less noisy time than t.
 """
 
 import math
@@ -36,7 +36,7 @@ def expand_as(value: Tensor, images: Tensor) -> Tensor:
 
 
 class Posterior(NamedTuple):
-    """Posteriors q(x_s | x_t, x0) = N(x0_coef x0 + xt_coef x_t, variance) of steps from t to s.
+    """Posteriors `q(x_s | x_t, x0) = N(x0_coef * x0 + xt_coef * x_t, variance)` of steps t to s.
 
     All entries are float64, with one element per pair (t, s).
 
@@ -44,10 +44,10 @@ class Posterior(NamedTuple):
         x0_coef: weight of x0 in the mean.
         xt_coef: weight of x_t in the mean.
         variance: posterior variance; 0 if s is the clean time.
-        log_variance: logarithm of the variance. The step to the clean time, whose logarithm would
-            be log 0, has the value of the step before (improved-diffusion's
-            `posterior_log_variance_clipped`).
-        log_beta: log of the variance of q(x_t | x_s), the upper bound on the reverse variance.
+        log_variance: logarithm of the variance. In the step to the clean time, the logarithm would
+            be log 0. This step therefore has the value of the previous step, as in
+            improved-diffusion's `posterior_log_variance_clipped`.
+        log_beta: log of the variance of `q(x_t | x_s)`, the upper bound on the reverse variance.
         last: whether s is the clean time.
 
     Example:
@@ -74,7 +74,7 @@ def posterior(process: Process, times: Tensor) -> Posterior:
 
     Args:
         process: the forward process.
-        times: (N + 1,) float64, falling; the last is the clean time.
+        times: (N + 1,) float64, in decreasing order. The last is the clean time.
 
     Returns:
         N posteriors. Element i is for the step from times[i] to times[i + 1].
@@ -111,7 +111,8 @@ _tables_of: dict[int, dict[torch.device, Tensor]] = {}  # by id of the process, 
 def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float64) -> Posterior:
     """Look up the posteriors of the steps from integer times t to t - 1 of a discrete process.
 
-    A table is computed once for each process and device, in float64. A call reads it by one gather.
+    For each process and device, a float64 table is computed once. Each call reads it with one
+    gather.
 
     Args:
         process: a process in discrete steps.
@@ -130,7 +131,7 @@ def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float
 def step_table(process: Process, device: torch.device) -> Tensor:
     """Table of the posteriors of a discrete process: (6, T) float64.
 
-    Row i is the i-th entry of `Posterior`, column t the step from t to t - 1.
+    Row i is the i-th entry of `Posterior`. Column t is the step from t to t - 1.
     """
     if id(process) not in _tables_of:
         _tables_of[id(process)] = {}
@@ -147,7 +148,7 @@ def step_table(process: Process, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedSmall:
-    """Variance of reverse steps: that of the posterior, which is optimal if all data are one point.
+    """Posterior variance for reverse steps, which is optimal if all data are one point.
 
     Source: Ho et al. 2020 (DDPM), section 3.2.
 
@@ -168,9 +169,9 @@ class FixedSmall:
 
 @dataclass(frozen=True)
 class FixedLarge:
-    """Variance of reverse steps: beta, which is optimal for standard normal data.
+    """Variance beta for reverse steps, which is optimal for standard normal data.
 
-    The step to the clean image has the posterior variance of the step before.
+    The step to the clean image uses the posterior variance of the previous step.
 
     Source: Ho et al. 2020 (DDPM), section 3.2. The last step follows improved-diffusion.
 
@@ -185,7 +186,7 @@ class FixedLarge:
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
     ) -> Tensor:
-        """log_beta; log_posterior where last."""
+        """log_beta, or log_posterior where `last` is True."""
         return torch.where(last, log_posterior, log_beta)
 
 
@@ -193,7 +194,7 @@ class FixedLarge:
 class LearnedRange:
     """Learned variance of reverse steps, between the posterior variance and beta.
 
-    The network outputs a fraction, at which the logarithms of the two variances are interpolated.
+    The network outputs a fraction, which interpolates between the logarithms of the two variances.
     Fractions outside [0, 1] extrapolate.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15.
@@ -210,7 +211,7 @@ class LearnedRange:
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
     ) -> Tensor:
-        """log_posterior at frac 0, log_beta at frac 1."""
+        """Interpolation from log_posterior at frac = 0 to log_beta at frac = 1."""
         if frac is None:
             raise ValueError(
                 "LearnedRange needs a network that outputs a variance, and this network outputs "
@@ -220,7 +221,7 @@ class LearnedRange:
 
 
 def normal_kl(mean1: Tensor, logvar1: Tensor, mean2: Tensor, logvar2: Tensor) -> Tensor:
-    """Compute KL(N(mean1, exp logvar1) || N(mean2, exp logvar2)) in nats, elementwise.
+    """Compute `KL(N(mean1, exp(logvar1)) || N(mean2, exp(logvar2)))` in nats, elementwise.
 
     Example:
         >>> zero, one = torch.zeros(()), torch.ones(())
@@ -233,7 +234,7 @@ def normal_kl(mean1: Tensor, logvar1: Tensor, mean2: Tensor, logvar2: Tensor) ->
 
 
 def approx_normal_cdf(x: Tensor) -> Tensor:
-    """Approximate the standard normal CDF by tanh, as DDPM's and improved-diffusion's code do.
+    """Approximate the standard normal CDF with tanh, as in the code of DDPM and improved-diffusion.
 
     Example:
         >>> approx_normal_cdf(torch.tensor([0.0, 1.0]))
@@ -250,11 +251,11 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, logvar: Tensor) -> Tenso
 
     Args:
         x: values in [-1, 1] on the grid of 256 levels.
-        mean: mean of the Gaussian, of the shape of `x`.
-        logvar: log-variance of the Gaussian, of the shape of `x`.
+        mean: mean of the Gaussian, with the shape of `x`.
+        logvar: log-variance of the Gaussian, with the shape of `x`.
 
     Returns:
-        Log-probabilities, of the shape of `x`.
+        Log-probabilities, with the shape of `x`.
 
     Source: Ho et al. 2020 (DDPM), Eq. 13.
 
@@ -276,14 +277,15 @@ def variational_term(
 ) -> Tensor:
     """Compute the term of the variational bound for one step from t to s.
 
-    It is KL(q(x_s | x_t, x0) || p(x_s | x_t)), or -log p(x0 | x_t) in the step to the clean time.
+    The term is `KL(q(x_s | x_t, x0) || p(x_s | x_t))`. In the step to the clean time, it is
+    `-log p(x0 | x_t)`.
 
     Args:
-        step: posteriors, (B,) per entry.
+        step: posteriors, with the shape (B,) for each entry.
         x0: (B, C, H, W) clean images.
         x_t: (B, C, H, W) noised images.
         x0_hat: (B, C, H, W) the model's estimate of x0, not clipped.
-        log_variance: (B, C, H, W) or broadcastable, the model's log-variance.
+        log_variance: the model's log-variance, (B, C, H, W) or broadcastable.
 
     Returns:
         (B,) bits per dimension.

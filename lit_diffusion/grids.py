@@ -18,14 +18,15 @@ from lit_diffusion.timesteps import check_shift, shift_times
 class Sections:
     """Integer times that are evenly spaced within equal sections: improved-diffusion's respacing.
 
-    The default is one section, which includes the first and the last time. A grid of a single step
-    has t = 0. With counts (10, 15, 20) the least noisy third has 10 times, the next third 15 and
-    the noisiest third 20.
+    The default is one section, which includes the first and the last time. A grid with a single
+    step has t = 0. With counts (10, 15, 20), the least noisy third has 10 times, the next third has
+    15, and the noisiest third has 20.
 
     Args:
-        counts: steps of each section, the least noisy first; None is one section with all steps.
+        counts: steps of each section, the least noisy first. None means one section with all steps.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4. Times are rounded half to even.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4. Times are rounded to the nearest
+        integer, with ties to even.
 
     Example:
         >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
@@ -54,7 +55,7 @@ class Sections:
 
 @dataclass(frozen=True)
 class Stride:
-    """Every k-th integer time from 0 on, with the smallest k that gives `steps` times ("ddimN").
+    """Every k-th integer time from 0, with the smallest k that gives `steps` times ("ddimN").
 
     The noisiest time T - 1 is part of the grid only if k divides it.
 
@@ -82,7 +83,7 @@ class Stride:
 
 @dataclass(frozen=True)
 class Even:
-    """Times evenly spaced in t, from the noisiest time to the clean one, for any process.
+    """Times evenly spaced in t, from the noisiest time to the clean time, for any process.
 
     Example:
         >>> from lit_diffusion.processes import ContinuousVP
@@ -97,13 +98,14 @@ class Even:
 
 @dataclass(frozen=True)
 class LogSNR:
-    """Times evenly spaced in log SNR, from the noisiest time to the least noisy.
+    """Times evenly spaced in log SNR, from the noisiest time to the least noisy time.
 
-    This grid suits high-order solvers. With cosine betas, set noisiest=-10: they end at a log SNR
-    of -20, so a third of the steps would be below -10, where hardly any signal is left.
+    This grid suits high-order solvers. With cosine betas, set noisiest=-10. Cosine betas end at a
+    log SNR of -20. Without this setting, a third of the steps would be below -10, where hardly any
+    signal is left.
 
     Args:
-        noisiest: log SNR at which the grid starts, if the noisiest time has a lower one.
+        noisiest: log SNR at which the grid starts, if the noisiest time is below it.
 
     Raises:
         ValueError: in `grid`, if `noisiest` is not below the highest log SNR of the process.
@@ -127,16 +129,17 @@ class LogSNR:
 
 @dataclass(frozen=True)
 class Karras:
-    """Times evenly spaced in (sigma / alpha)^(1 / rho), from the noisiest time to the least noisy.
+    """Times evenly spaced in `(sigma / alpha)**(1 / rho)`, from noisiest to least noisy.
 
     Args:
-        rho: > 0. With 1, the times are evenly spaced in the noise level sigma / alpha. With a large
-            rho they are almost evenly spaced in its logarithm.
-        noisiest: log SNR at which the grid starts, if the noisiest time has a lower one.
+        rho: exponent, > 0. With rho = 1, the times are evenly spaced in the noise level
+            `sigma / alpha`. With a large rho, they are almost evenly spaced in the logarithm of the
+            noise level.
+        noisiest: log SNR at which the grid starts, if the noisiest time is below it.
 
     Raises:
-        ValueError: if rho <= 0. In `grid`, if `noisiest` is not below the highest log SNR of the
-            process.
+        ValueError: if rho <= 0. In `grid`, also if `noisiest` is not below the highest log SNR of
+            the process.
 
     Source: Karras et al. 2022 (EDM), Eq. 5.
 
@@ -165,7 +168,7 @@ class Karras:
 class ShiftedGrid:
     """Times of another grid, with each noise level sigma / alpha multiplied by `shift`.
 
-    Use it to sample from a model that is trained with `timesteps.Shifted`.
+    Use this grid to sample from a model that is trained with `timesteps.Shifted`.
 
     Args:
         base: the grid to shift.

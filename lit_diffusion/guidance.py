@@ -1,7 +1,8 @@
 """Guidance: wrappers of a denoise function that steer samples towards their condition.
 
-The guided output is unconditional + scale (conditional - unconditional). Scale 0 is unconditional,
-1 is conditional, and larger scales follow the condition more closely.
+The guided output is `unconditional + scale * (conditional - unconditional)`. With scale 0, the
+output is unconditional. With scale 1, it is conditional. Larger scales follow the condition more
+closely.
 """
 
 import math
@@ -25,20 +26,21 @@ respect to x_t, times the guidance scale."""
 class ClassifierFree:
     """Classifier-free guidance: extrapolates from the unconditional to the conditional prediction.
 
-    One batched call of the network computes both predictions. A learned variance is taken from the
-    conditional one. The solver clips x0 after guidance.
+    One batched call of the network computes both predictions. If the network learns the variance,
+    guidance uses the variance of the conditional prediction. The solver clips x0 after guidance.
 
     Args:
-        scale: factor on the difference between the predictions. 0 is unconditional, 1 is
-            conditional. In papers that write c + s (c - u), s is scale - 1.
-        interval: (low, high). Noise levels with low < sigma / alpha <= high are guided. Others use
-            the conditional prediction alone, at half the cost.
-        rescale: in [0, 1]. With 1, each guided x0 gets the standard deviation of the conditional
-            x0; with 0 it is unchanged. Rescaling reduces the contrast that large scales add; 0.7
-            is usual.
+        scale: factor on the difference between the predictions. With 0, samples are unconditional.
+            With 1, they are conditional. In papers that write `c + s * (c - u)`, s equals scale -
+            1.
+        interval: (low, high). Noise levels with `low < sigma / alpha <= high` are guided. Other
+            noise levels use the conditional prediction alone, at half the cost.
+        rescale: strength of rescaling, in [0, 1]. With 1, each guided x0 gets the standard
+            deviation of the conditional x0. With 0, it is unchanged. Rescaling reduces the contrast
+            that large scales add. A usual value is 0.7.
 
     Raises:
-        ValueError: if scale is not finite, if rescale is not in [0, 1], or unless 0 <= low < high.
+        ValueError: if scale is not finite, if rescale is not in [0, 1], or if not 0 <= low < high.
 
     Source: Ho & Salimans 2022 (classifier-free guidance), Eq. 6. The interval is from Kynkaanniemi
     et al. 2024 (arXiv 2404.07724), Eq. 6, and rescaling from Lin et al. 2023 (arXiv 2305.08891),
@@ -118,18 +120,19 @@ class ClassifierFree:
 
 @dataclass(frozen=True)
 class Autoguidance:
-    """Autoguidance: extrapolates from a weaker model to this one, away from their common errors.
+    """Autoguidance: extrapolates from a weaker model to this model, away from their common errors.
 
-    The weaker model is smaller, or is trained for fewer steps. It gets the same labels, so samples
-    improve without losing diversity. Label dropout is not needed in training.
+    The weaker model is smaller, or is trained for fewer steps. It gets the same labels as this
+    model, so samples improve without losing diversity. You do not need label dropout in training.
 
     Args:
-        weaker: `denoise_for` of another module with the same process, on the same device.
-        scale: factor on the difference between the predictions. 1 is this model alone.
-        interval: (low, high). Noise levels with low < sigma / alpha <= high are guided.
+        weaker: the method `denoise_for` of another module with the same process, on the same
+            device.
+        scale: factor on the difference between the predictions. With 1, only this model is used.
+        interval: (low, high). Noise levels with `low < sigma / alpha <= high` are guided.
 
     Raises:
-        ValueError: if scale is not finite, or unless 0 <= low < high.
+        ValueError: if scale is not finite, or if not 0 <= low < high.
 
     Source: Karras et al. 2024 (Guiding a Diffusion Model with a Bad Version of Itself, arXiv
     2406.02507), Eq. 4.
@@ -168,7 +171,7 @@ def _check_scale(scale: float, interval: tuple[float, float]) -> None:
 def _guide_within(
     interval: tuple[float, float], process: Process, guided: Denoise, otherwise: Denoise
 ) -> Denoise:
-    """`guided` for noise levels in the interval, else `otherwise`; a batch has one noise level."""
+    """`guided` for noise levels in the interval, else `otherwise`. A batch has one noise level."""
     if interval == (0, math.inf):
         return guided
 
@@ -184,13 +187,14 @@ def _guide_within(
 
 @dataclass(frozen=True)
 class ClassifierShift:
-    """Classifier guidance of the mean: shifts it by the step's variance times a gradient.
+    """Classifier guidance that shifts the mean of each step by its variance times a gradient.
 
-    It works only with the solver `DDPM`, which adds `Denoised.shift` to the mean of each step.
+    Use it only with the solver `DDPM`, which reads the gradient from `Denoised.shift`.
 
     Args:
-        gradient: function of x_t, t and labels that returns the gradient of log p(labels | x_t)
-            with respect to x_t. `modules.classifier` provides it for a trained classifier.
+        gradient: function of x_t, t and labels that returns the gradient of
+            `log p(labels | x_t)` with respect to x_t. For a trained classifier,
+            `modules.classifier` provides this function.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 1.
 
@@ -214,16 +218,18 @@ class ClassifierShift:
 
 @dataclass(frozen=True)
 class ClassifierScore:
-    """Classifier guidance of the score, for any solver.
+    """Classifier guidance that changes the score, for any solver.
 
-    The gradient is added to the score, which changes the predicted noise and x0. x0 changes by
-    sigma^2 / alpha times the gradient. Therefore modules refuse grids that start at pure noise.
+    The gradient is added to the score, which changes the predicted noise and x0. The change of x0
+    is `sigma**2 / alpha` times the gradient. At pure noise, alpha is 0. Therefore, modules raise an
+    error for grids that start at pure noise.
 
     Args:
-        gradient: function of x_t, t and labels that returns the gradient of log p(labels | x_t)
-            with respect to x_t. `modules.classifier` provides it for a trained classifier.
+        gradient: function of x_t, t and labels that returns the gradient of
+            `log p(labels | x_t)` with respect to x_t. For a trained classifier,
+            `modules.classifier` provides this function.
         clip: whether x0 is clamped to [-1, 1] before the gradient is added, as in guided-diffusion.
-            If so, turn off the solver's `clip`, which would clamp the guided x0 again.
+            If True, turn off the solver's `clip`, which would clamp the guided x0 again.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 2.
 

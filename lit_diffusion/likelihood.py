@@ -1,8 +1,9 @@
-"""Bits per dimension, by the variational bound and by the probability flow.
+"""Bits per dimension, computed with the variational bound or with the probability flow.
 
 The bound is for 8-bit images. The flow gives a density of real numbers in [-1, 1]. To use the flow
-for 8-bit images, add uniform noise to each value, within its bin of width 2 / 255. The bits per
-dimension of the flow, plus log2(255 / 2) = 6.994, are then an upper bound on those of the image.
+for 8-bit images, add uniform noise to each value, within its bin of width 2 / 255. Then add
+`log2(255 / 2) = 6.994` to the bits per dimension of the flow. The sum is an upper bound on the bits
+per dimension of the image.
 """
 
 import math
@@ -22,7 +23,7 @@ class BitsPerDim(NamedTuple):
 
     Attributes:
         total: (B,) sum of all terms.
-        prior: (B,) KL(q(x_T | x0) || p(x_T)).
+        prior: (B,) term `KL(q(x_T | x0) || p(x_T))`.
         terms: (B, N) terms of the reverse steps, noisiest first.
         x0_mse: (B, N) mean squared error of x0, noisiest first.
         noise_mse: (B, N) mean squared error of the noise, noisiest first.
@@ -58,18 +59,18 @@ def bits_per_dim(
     randn_like: RandnLike = torch.randn_like,
     clip: bool = True,
 ) -> BitsPerDim:
-    """Compute the variational bound on -log2 p(x0) per dimension, with one draw of noise per term.
+    """Compute the variational bound on `-log2 p(x0)` per dimension, with one noise draw per term.
 
     Args:
         denoise: the model.
-        process: forward process. At its noisiest time x_t should be close to the prior.
+        process: forward process. At its noisiest time, x_t should be close to the prior.
         x0: (B, C, H, W) 8-bit images in [-1, 1].
         variance: variance of the reverse steps.
-        times: grid of the reverse steps. A grid with fewer steps than the process gives another,
-            looser bound.
+        times: grid of the reverse steps. A grid with fewer steps than the process gives a
+            different, looser bound.
         steps: number of terms.
         randn_like: source of noise.
-        clip: whether x0 is clamped to [-1, 1] in the model's mean.
+        clip: whether the estimate of x0 is clamped to [-1, 1] before the model's mean is computed.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 4-7.
 
@@ -110,10 +111,10 @@ def _mean_square(error: Tensor) -> Tensor:
 
 
 def score(denoise: Denoise, process: Process) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the score of a model: the gradient of log p(x_t) with respect to x_t.
+    """Return the score of a model, which is the gradient of `log p(x_t)` with respect to x_t.
 
     Returns:
-        A function of x_t (B, C, H, W) and t (B,) that returns -noise / sigma, with the shape of
+        A function of x_t (B, C, H, W) and t (B,) that returns `-noise / sigma`, with the shape of
         x_t.
 
     Source: Song et al. 2021 (score SDEs), section 3.3.
@@ -143,11 +144,11 @@ def flow_bits_per_dim(
     probes: int | None = 1,
     randn_like: RandnLike = torch.randn_like,
 ) -> Tensor:
-    """Compute -log2 p(x0) per dimension by the probability flow, which maps the prior to p.
+    """Compute `-log2 p(x0)` per dimension with the probability flow, which maps the prior to p.
 
-    With y = x_t / alpha and s = log(sigma / alpha), the flow is dy / ds = (sigma / alpha) noise.
-    log p(y) changes by minus the divergence of the flow. The classical Runge-Kutta method
-    integrates both.
+    With `y = x_t / alpha` and `s = log(sigma / alpha)`, the flow is
+    `dy / ds = (sigma / alpha) * noise`. The derivative of `log p(y)` along the flow is minus the
+    divergence of the flow. The classical Runge-Kutta method integrates y and `log p(y)`.
 
     Args:
         denoise: the model, which must be differentiable.
@@ -155,16 +156,17 @@ def flow_bits_per_dim(
             as the prior.
         x0: (B, C, H, W) real numbers in [-1, 1].
         times: grid, without times of pure noise.
-        steps: number of times in the grid; costs 4 (steps - 1) function evaluations.
-        probes: number of random sign vectors v for the estimate v^T J v of the divergence. None
-            computes the exact trace of J, with one backward pass per dimension.
-        randn_like: source of random numbers; their signs are used.
+        steps: number of times in the grid. The cost is `4 * (steps - 1)` function evaluations.
+        probes: number of random sign vectors v for the estimate `v^T J v` of the divergence, where
+            J is the Jacobian of the flow. None computes the exact trace of J, with one backward
+            pass per dimension.
+        randn_like: source of random numbers, of which only the signs are used.
 
     Returns:
         (B,) bits per dimension.
 
     Raises:
-        ValueError: for a grid with pure noise or fewer than two times, or probes < 1.
+        ValueError: if the grid has pure noise or fewer than two times, or if probes < 1.
 
     Source: Song et al. 2021 (score SDEs), section 4.3 and appendix D.2; Hutchinson's estimator.
 
@@ -208,7 +210,7 @@ def flow_bits_per_dim(
 
 
 def _flow_times(process: Process, times: TimeGrid, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The noisiest time (); alpha and log(sigma / alpha), (steps,) each, the least noisy first."""
+    """Noisiest time (), alpha and `log(sigma / alpha)`; each (steps,), least noisy first."""
     grid = times.grid(process, steps)[:-1].flip(0)
     alpha, sigma = process.alpha_sigma(grid)
     if steps < 2 or not (alpha > 0).all():
@@ -227,7 +229,7 @@ def _slope_and_divergence(
     level: Tensor,
     signs: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """level * noise, and the trace of its Jacobian with respect to y; exact if signs is None."""
+    """`level * noise`, and the trace of its Jacobian with respect to y. Exact if signs is None."""
     with torch.enable_grad():
         y = y.detach().requires_grad_()
         batch_t = t.to(y.device).expand(len(y))

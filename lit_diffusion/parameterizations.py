@@ -1,11 +1,11 @@
 """Parameterizations: what the network outputs, and how to recover x0 from it.
 
-With x_t = alpha x0 + sigma noise, every class maps (x0, noise) to a training target, and a network
-output back to x0.
+With `x_t = alpha * x0 + sigma * noise`, every class maps (x0, noise) to a training target, and a
+network output back to x0.
 
-Images are (B, C, H, W). alpha and sigma have the images' dtype and broadcast against them
-(`gaussian.expand_as`). `output_scale` is |d x0 / d output|, EDM's c_out. It converts a weight on
-the error of x0 to a weight on the error of the output (losses.py).
+Images are (B, C, H, W). The scales alpha and sigma have the images' dtype and broadcast against
+them (`gaussian.expand_as`). The `output_scale` is `abs(d x0 / d output)`, which EDM calls c_out. It
+converts a weight on the error of x0 to a weight on the error of the output (losses.py).
 """
 
 import math
@@ -40,11 +40,11 @@ class Epsilon:
         return noise
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """(x_t - sigma output) / alpha."""
+        """`(x_t - sigma * output) / alpha`."""
         return (x_t - sigma * output) / alpha
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """sigma / alpha."""
+        """`sigma / alpha`."""
         return sigma / alpha
 
 
@@ -79,7 +79,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Velocity:
-    """The network outputs v = alpha noise - sigma x0, which is well-conditioned at all times.
+    """The network outputs `v = alpha * noise - sigma * x0`, which is well-conditioned at all times.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4 and appendix D.
 
@@ -94,21 +94,21 @@ class Velocity:
         return x_t
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The velocity alpha noise - sigma x0."""
+        """The velocity `alpha * noise - sigma * x0`."""
         return alpha * noise - sigma * x0
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """(alpha x_t - sigma output) / (alpha^2 + sigma^2)."""
+        """`(alpha * x_t - sigma * output) / (alpha**2 + sigma**2)`."""
         return (alpha * x_t - sigma * output) / (alpha**2 + sigma**2)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """c_out = sigma / (alpha^2 + sigma^2)."""
+        """`c_out = sigma / (alpha**2 + sigma**2)`."""
         return sigma / (alpha**2 + sigma**2)
 
 
 @dataclass(frozen=True)
 class FlowVelocity:
-    """The network outputs u = noise - x0, the velocity dx_t / dt of `LinearFlow`.
+    """The network outputs `u = noise - x0`, the velocity `d x_t / dt` of `LinearFlow`.
 
     Source: Lipman et al. 2023 (Flow Matching, arXiv 2210.02747), Eq. 23, with time reversed; Liu et
     al. 2023 (Rectified Flow), Eq. 1.
@@ -124,15 +124,15 @@ class FlowVelocity:
         return x_t
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The velocity noise - x0."""
+        """The velocity `noise - x0`."""
         return noise - x0
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """(x_t - sigma output) / (alpha + sigma)."""
+        """`(x_t - sigma * output) / (alpha + sigma)`."""
         return (x_t - sigma * output) / (alpha + sigma)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """c_out = sigma / (alpha + sigma)."""
+        """`c_out = sigma / (alpha + sigma)`."""
         return sigma / (alpha + sigma)
 
 
@@ -140,13 +140,16 @@ class FlowVelocity:
 class EDMPreconditioning:
     """The network outputs EDM's F: the error of the best linear estimate of x0, with variance 1.
 
-    The estimate of x0 is D = c_skip x_t + c_out F(c_in x_t). EDM has alpha = 1. This class works
-    for any alpha. With V = alpha^2 sigma_data^2 + sigma^2, the variance of x_t, the factors are
+    The estimate of x0 is `D = c_skip * x_t + c_out * F(c_in * x_t)`. EDM has alpha = 1, but this
+    class works for any alpha. The variance of x_t is `V = alpha**2 * sigma_data**2 + sigma**2`. The
+    factors are
 
-        c_in = 1 / sqrt(V),  c_skip = alpha sigma_data^2 / V,  c_out = sigma sigma_data / sqrt(V).
+        c_in = 1 / sqrt(V), c_skip = alpha * sigma_data**2 / V, c_out = sigma * sigma_data /
+        sqrt(V).
 
-    On a variance-preserving process with sigma_data = 1, F is -v (`Velocity`). For EDM's weighting
-    lambda(sigma) = 1 / c_out^2, use `Simple`. `EDMProcess` has EDM's c_noise as its noise label.
+    On a variance-preserving process with sigma_data = 1, F equals -v (see `Velocity`). For EDM's
+    weighting `lambda(sigma) = 1 / c_out**2`, use `Simple`. The noise label of `EDMProcess` is EDM's
+    c_noise.
 
     Args:
         sigma_data: standard deviation of x0.
@@ -171,16 +174,16 @@ class EDMPreconditioning:
             raise ValueError(f"0 < sigma_data < inf must hold, got {self.sigma_data}.")
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """x_t / sqrt(V)."""
+        """`x_t / sqrt(V)`."""
         return x_t / self._variance(alpha, sigma).sqrt()
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """(sigma / sigma_data x0 - alpha sigma_data noise) / sqrt(V)."""
+        """`(sigma / sigma_data * x0 - alpha * sigma_data * noise) / sqrt(V)`."""
         std = self._variance(alpha, sigma).sqrt()
         return (sigma / self.sigma_data * x0 - alpha * self.sigma_data * noise) / std
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """c_skip x_t + c_out output."""
+        """`c_skip * x_t + c_out * output`."""
         c_skip = alpha * self.sigma_data**2 / self._variance(alpha, sigma)
         return c_skip * x_t + self.output_scale(alpha, sigma) * output
 
@@ -194,27 +197,29 @@ class EDMPreconditioning:
 
 @dataclass(frozen=True)
 class FDM:
-    """Fast Diffusion Model: another parameterization with a critically damped network input.
+    """Fast Diffusion Model: changes the network input of another parameterization by damping.
 
-    Only the input of the network changes. With level = sigma / alpha, it is s x_t / alpha, where
+    The damping is critical. Only the input of the network changes. It is `s * x_t / alpha`. With
+    `level = sigma / alpha`, the factor s is
 
-        s = exp(-m B) (1 + m B),  B(u) = 0.1 u + 9.95 u^2,
-        u = (level - sigma_min) / (sigma_max - sigma_min).
+        s = exp(-m * B) * (1 + m * B), B(u) = 0.1 * u + 9.95 * u**2, u = (level - sigma_min) /
+        (sigma_max - sigma_min).
 
-    Above sigma_max, s vanishes faster than x_t / alpha grows, so the network sees only the noise
-    level. If a process has levels far above sigma_max, as with cosine betas, use a base whose
-    target does not depend on x_t at these levels: Velocity or EDMPreconditioning.
+    Above sigma_max, s vanishes faster than `x_t / alpha` grows, so the network sees only the noise
+    level. If a process has levels far above sigma_max, use a base whose target does not depend on
+    x_t at these levels, such as Velocity or EDMPreconditioning. Cosine betas are an example of such
+    a process.
 
     Args:
         base: parameterization of the output.
         sigma_min: level at which s = 1. The paper uses 0.002 for EDM, 0.001 for VP (`ContinuousVP`,
             linear betas) and 0.02 for VE.
         sigma_max: level at which u = 1. The paper uses 80 for EDM, 152.17 for VP and 100 for VE.
-        multiplier: m, the strength. The authors use 1 for VE. For EDM and VP they use 2 on CIFAR-10
+        multiplier: the strength m. The authors use 1 for VE. For EDM and VP they use 2 on CIFAR-10
             and AFHQ, and 1 on FFHQ.
 
     Raises:
-        ValueError: unless 0 <= sigma_min < sigma_max and multiplier > 0.
+        ValueError: if not 0 <= sigma_min < sigma_max, or if multiplier <= 0.
 
     Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991).
 
@@ -234,7 +239,7 @@ class FDM:
             raise ValueError(f"0 <= sigma_min < sigma_max, multiplier > 0 must hold, got {self}.")
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """s x_t / alpha."""
+        """`s * x_t / alpha`."""
         u = (sigma / alpha - self.sigma_min) / (self.sigma_max - self.sigma_min)
         damping = self.multiplier * (0.1 * u + 9.95 * u**2)
         return (-damping).exp() * (1 + damping) * x_t / alpha

@@ -1,13 +1,14 @@
 """Structural types (protocols) of the parts of the library.
 
-None of these is a base class. A class fits a protocol if it has its methods. Therefore any
-LightningModule can use a callback without inheriting from this library.
+These protocols are not base classes. A class fits a protocol if it has the protocol's methods.
+Therefore, a callback works with any LightningModule that has the methods it needs, without
+inheritance from this library.
 
-Symbols: x_t = alpha * x0 + sigma * noise. Images are (B, C, H, W) and times t (B,) float64. `u` in
-[0, 1] is a noise level, where 1 is the noisiest.
+Symbols: `x_t = alpha * x0 + sigma * noise`. Images are (B, C, H, W), and times t are (B,) float64.
+The number `u` in [0, 1] is a noise level, and 1 is the noisiest level.
 
-jsonargparse checks objects from YAML against these protocols. This is why methods have names (never
-`__call__`), parameters are positional-only and attributes are read-only properties.
+jsonargparse checks objects from YAML against these protocols. For this reason, methods have names
+(never `__call__`), parameters are positional-only, and attributes are read-only properties.
 """
 
 import math
@@ -23,7 +24,7 @@ def check_positive(**values: float | None) -> None:
     """Raise ValueError unless each value is None, or above 0 and finite.
 
     Args:
-        values: values by their names, which the message uses.
+        values: values by name. The error message contains the name.
 
     Example:
         >>> check_positive(lr=0.1, weight_decay=None)
@@ -41,11 +42,11 @@ class Denoised(NamedTuple):
 
     Attributes:
         x0: (B, C, H, W) estimate of the clean image.
-        noise: (B, C, H, W) estimate of the noise; x_t = alpha * x0 + sigma * noise holds.
+        noise: (B, C, H, W) estimate of the noise, with `x_t = alpha * x0 + sigma * noise`.
         logvar_frac: (B, C, H, W) learned log-variance, as a fraction between the log posterior
-            variance (0) and log beta (1); None if the network does not learn it.
-        shift: (B, C, H, W) gradient of a classifier. An ancestral step adds its variance times
-            `shift` to its mean. None without a classifier.
+            variance (0) and log beta (1). None if the network does not learn the variance.
+        shift: (B, C, H, W) gradient of a classifier. An ancestral step adds the step's variance
+            times `shift` to its mean. None without a classifier.
 
     Example:
         >>> x_t = torch.full((1, 1, 2, 2), 0.5)
@@ -151,7 +152,7 @@ Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 class Process(Protocol):
-    """A forward process x_t = alpha(t) x0 + sigma(t) noise.
+    """A forward process `x_t = alpha(t) * x0 + sigma(t) * noise`.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -180,13 +181,13 @@ class Process(Protocol):
         """Signal and noise scales alpha and sigma, float64, with the shape of `t`."""
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The input by which the network gets the noise level, with the shape of `t`."""
+        """The input that tells the network the noise level, with the shape of `t`."""
 
     def from_unit(self, u: Tensor, /) -> Tensor:
         """Time for a uniform number `u` in [0, 1], float64."""
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """Time at which log (alpha / sigma)^2 has the given value, float64."""
+        """Time at which `log((alpha / sigma)**2)` has the given value, float64."""
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
         """x_t at the noisiest time, from standard normal noise."""
@@ -195,7 +196,7 @@ class Process(Protocol):
 class Network(Protocol):
     """An nn.Module that predicts from noisy images.
 
-    Arguments of modules are annotated with nn.Module instead, because jsonargparse needs that.
+    Modules annotate their network argument with nn.Module instead, because jsonargparse needs that.
     """
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Any, /) -> Tensor:
@@ -212,10 +213,10 @@ class Network(Protocol):
 
 
 class Conditioning(Protocol):
-    """A kind of condition of images. Learned null embeddings are part of the network instead."""
+    """A kind of condition of images. Learned null embeddings are part of the network."""
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """Replace the rows in which `where` (B,) bool is True by the null condition."""
+        """Replace the rows in which `where` (B,) bool is True with the null condition."""
 
     def null(self, like: Condition, /) -> Condition:
         """The null condition in every row, with the shapes and on the device of `like`."""
@@ -238,14 +239,14 @@ class TimestepDistribution(Protocol):
     """Distribution of training times, defined by its quantile function."""
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """(B,) uniforms in [0, 1) -> (B,) float64 times."""
+        """Map uniform numbers (B,) in [0, 1) to times (B,) float64."""
 
 
 class Parameterization(Protocol):
     """Definition of the network's output. `alpha` and `sigma` broadcast against the images."""
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Network input computed from x_t, such as c_in x_t."""
+        """Network input computed from x_t, such as `c_in * x_t`."""
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Training target of the output."""
@@ -254,7 +255,7 @@ class Parameterization(Protocol):
         """Estimate of x0 from the output."""
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """|d x0 / d output|, with the shape of `alpha`."""
+        """`abs(d x0 / d output)`, with the shape of `alpha`."""
 
 
 class Weighting(Protocol):
@@ -302,7 +303,7 @@ class TimeGrid(Protocol):
     """Times at which a solver evaluates the network."""
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, from the noisiest time down; the last is `process.t_clean`."""
+        """(steps + 1,) float64, from the noisiest time down to `process.t_clean`."""
 
 
 class Variance(Protocol):
@@ -310,7 +311,7 @@ class Variance(Protocol):
 
     @property
     def learned(self) -> bool:
-        """Whether the network must output it."""
+        """Whether the network must output the variance."""
 
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
@@ -336,19 +337,19 @@ class Solver(Protocol):
         """Integrate the reverse process.
 
         Args:
-            denoise: the model, with guidance if there is any.
+            denoise: the model, including guidance if there is any.
             process: the forward process.
             noise: (B, C, H, W) standard normal.
             randn_like: source of the noise of stochastic solvers.
-            watch: called once before each step. Its first x_t is the prior sample, to which the
-                solver may have added churn.
+            watch: function that is called once before each step. The first x_t is the prior sample,
+                to which the solver may have added churn.
 
         Returns:
             x0 (B, C, H, W).
         """
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError if the solver can't run on this process."""
+        """Raise ValueError if the solver cannot run on this process."""
 
 
 class Guidance(Protocol):
@@ -365,8 +366,8 @@ class Codec(Protocol):
 
     A stochastic codec, such as a VAE, also has `encode_for_training(images)`, which training steps
     call instead of `encode`. A codec with weights has an attribute `sha256`, the checksum of the
-    weights. Checkpoints store the checksum, and the `vae_sha256` of a data module of latents must
-    be equal to it.
+    weights. Checkpoints store the checksum. If a data module provides latents, its `vae_sha256`
+    must equal the checksum.
     """
 
     @property
@@ -377,10 +378,10 @@ class Codec(Protocol):
         """Shape (C, H, W) of x0 for images of shape (C, H, W)."""
 
     def encode(self, images: Tensor, /) -> Tensor:
-        """Images uint8 (B, C, H, W) -> x0 float32."""
+        """Encode images uint8 (B, C, H, W) to x0 float32."""
 
     def decode(self, x0: Tensor, /) -> Tensor:
-        """x0 -> images uint8 (B, C, H, W)."""
+        """Decode x0 to images uint8 (B, C, H, W)."""
 
 
 # Callbacks and analyses use a LightningModule only through the protocols below.
@@ -393,9 +394,9 @@ class HasTimesteps(Protocol):
     A callback requires only the attributes that it sets.
 
     Attributes:
-        timestep_density: (num_bins,) density over u in [0, 1], not necessarily normalized; None is
-            the uniform density.
-        timestep_weight: (num_bins,) factors on the loss over u in [0, 1]; None is 1.
+        timestep_density: (num_bins,) density over u in [0, 1], not necessarily normalized. None
+            means the uniform density.
+        timestep_weight: (num_bins,) factors on the loss over u in [0, 1]. None means 1.
 
     Example:
         >>> class Module(torch.nn.Module):
@@ -421,7 +422,7 @@ class CanGenerate(Protocol):
     """
 
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
-        """Images uint8 (N, C, H, W); image i depends only on seeds[i] and labels[i]."""
+        """Images uint8 (N, C, H, W). Image i depends only on seeds[i] and labels[i]."""
 
 
 @runtime_checkable
@@ -435,17 +436,17 @@ class DescribesSampling(Protocol):
 class HasNoiseLevels(Protocol):
     """A module that computes the loss of images at given noise levels.
 
-    isinstance does not support this protocol, because since Python 3.12 it would not find a codec
-    that is an nn.Module.
+    `isinstance` does not support this protocol. Since Python 3.12, `isinstance` would not find a
+    codec that is an nn.Module.
     """
 
     @property
     def process(self) -> Process:
-        """Forward process; its `from_unit` maps a uniform u to a time."""
+        """Forward process. Its `from_unit` maps a uniform u to a time."""
 
     @property
     def codec(self) -> Codec:
-        """Codec; its `encode` maps images of the data set to x0."""
+        """Codec. Its `encode` maps images of the data set to x0."""
 
     @property
     def num_classes(self) -> int | None:
@@ -454,7 +455,7 @@ class HasNoiseLevels(Protocol):
     def per_sample_loss(
         self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:
-        """Compute (B,) losses, which depend only on the arguments and the weights."""
+        """Compute losses (B,) that depend only on the arguments and the weights."""
 
 
 @runtime_checkable

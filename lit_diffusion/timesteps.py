@@ -1,9 +1,9 @@
 """Training times: random numbers u in [0, 1), mapped to times of the process.
 
-u is a noise level; larger is noisier. `draw_uniforms` draws u from a piecewise constant density,
-which is uniform by default. Curricula and resamplers set this density. A `TimestepDistribution`,
-such as `LogNormal`, maps u to a time of the process. `Stratified`, `Antithetic` and `Independent`
-are joint distributions of the random numbers of a batch.
+The number u is a noise level, and larger values are noisier. `draw_uniforms` draws u from a
+piecewise constant density, which is uniform by default. Curricula and resamplers set this density.
+A `TimestepDistribution`, such as `LogNormal`, maps u to a time of the process. `Stratified`,
+`Antithetic` and `Independent` are joint distributions of the random numbers of a batch.
 """
 
 import math
@@ -29,11 +29,11 @@ def draw_uniforms(
 
     Args:
         n: number of values.
-        density: (num_bins,) weights of equal bins over [0, 1], not necessarily normalized; None is
-            uniform.
-        uniforms: joint distribution of the n values before they are mapped to the density; None is
-            Stratified().
-        generator: source of randomness; None is torch's global generator.
+        density: (num_bins,) weights of equal bins over [0, 1], not necessarily normalized. None
+            means the uniform density.
+        uniforms: joint distribution of the n values before they are mapped to the density. None
+            means Stratified().
+        generator: source of randomness. None means torch's global generator.
         device: device of the result.
 
     Returns:
@@ -112,12 +112,11 @@ class Stratified:
 
 @dataclass(frozen=True)
 class Antithetic:
-    """Pairs of u and 1 - u: the second half of the batch mirrors the first.
+    """Pairs of u and `1 - u`, so that the second half of the batch mirrors the first.
 
-    For odd n the last value of the first half has no partner.
+    For odd n, the last value of the first half has no partner.
 
-    Source: Song et al. 2021 (DDIM), the authors' code. VDM uses the name antithetic for
-    `Stratified`.
+    Source: the code of Song et al. 2021 (DDIM). VDM uses the name antithetic for `Stratified`.
 
     Example:
         >>> u = Antithetic().uniforms(5, None, None)
@@ -133,7 +132,7 @@ class Antithetic:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Times that are uniform in u: uniform times, except on `EDMProcess` (uniform ln(sigma)).
+    """Times for uniform u. These are uniform times, or on `EDMProcess` uniform `ln(sigma)`.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1.
 
@@ -150,15 +149,15 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Times at which ln(sigma / alpha) is normal, to train intermediate noise levels most.
+    """Times for which `ln(sigma / alpha)` is normal, so that intermediate levels are trained most.
 
-    Levels outside the range of the process are clamped. For EDM these are a fraction of 2e-5. In a
-    discrete process, times are rounded to the nearest step.
+    Levels outside the range of the process are clamped. For EDM, a fraction of 2e-5 of the levels
+    is clamped. In a discrete process, times are rounded to the nearest step.
 
     Args:
-        mean: mean of ln(sigma / alpha). EDM uses -1.2. EDM2 uses -0.4 for latents and -0.8 for
+        mean: mean of `ln(sigma / alpha)`. EDM uses -1.2. EDM2 uses -0.4 for latents and -0.8 for
             64x64 pixels.
-        std: standard deviation of ln(sigma / alpha). EDM uses 1.2. EDM2 uses 1.0 for latents and
+        std: standard deviation of `ln(sigma / alpha)`. EDM uses 1.2. EDM2 uses 1.0 for latents and
             1.6 for 64x64 pixels.
 
     Raises:
@@ -183,7 +182,7 @@ class LogNormal:
             raise ValueError(f"mean must be finite, got {self.mean}.")
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """The time of level exp(mean + std z), with z the standard normal quantile of u."""
+        """The time with the level `exp(mean + std * z)`, with the normal quantile z of u."""
         t = process.at_log_snr(-2 * (self.mean + self.std * torch.special.ndtri(u.double())))
         t = t if process.num_steps is None else t.round()
         return t.clamp(process.t_min, process.t_max)
@@ -191,14 +190,14 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class LogitNormal(LogNormal):
-    """Times at which logit(t) is normal on `LinearFlow`: `LogNormal` with the defaults of SD3.
+    """Times for which `logit(t)` is normal on `LinearFlow`: `LogNormal` with the defaults of SD3.
 
-    On `LinearFlow`, logit(t) equals ln(sigma / alpha).
+    On `LinearFlow`, `logit(t)` equals `ln(sigma / alpha)`.
 
     Args:
-        mean: mean of logit(t). Above 0, the noisy half of the levels is trained more. SD3's best
-            values are mean 0 and std 1.
-        std: standard deviation of logit(t).
+        mean: mean of `logit(t)`. If it is above 0, the noisy half of the levels is trained more.
+            The best values in SD3 are mean 0 and std 1.
+        std: standard deviation of `logit(t)`.
 
     Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 19.
 
@@ -216,13 +215,13 @@ class LogitNormal(LogNormal):
 class Shifted:
     """Times of another distribution, with each noise level sigma / alpha multiplied by `shift`.
 
-    On `LinearFlow`, t becomes shift t / (1 + (shift - 1) t). Larger images need more noise.
+    On `LinearFlow`, t becomes `shift * t / (1 + (shift - 1) * t)`. Larger images need more noise.
 
     Args:
         base: the times to shift.
         shift: factor on the noise levels, > 0. Above 1, the times are noisier. SD3's rule for a
-            change from n to m pixels is sqrt(m / n), which is 4 from 256^2 to 1024^2 pixels. The
-            authors of SD3 preferred 3.
+            change from n to m pixels is `sqrt(m / n)`. From 256x256 to 1024x1024 pixels, the rule
+            gives 4, but the authors of SD3 preferred 3.
 
     Raises:
         ValueError: if shift <= 0.
@@ -243,7 +242,7 @@ class Shifted:
         check_shift(self.shift)
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """The time of the base, shifted; rounded if time is discrete."""
+        """The shifted time of the base, which is rounded if time is discrete."""
         t = shift_times(self.base.quantile(u, process), self.shift, process)
         return t if process.num_steps is None else t.round()
 
@@ -259,12 +258,12 @@ def check_shift(shift: float) -> None:
 
 
 def shift_times(t: Tensor, shift: float, process: Process) -> Tensor:
-    """Compute the times at which sigma / alpha is multiplied by `shift`.
+    """Compute the times at which `sigma / alpha` is `shift` times as large as at t.
 
     Args:
         t: (N,) float64 times.
         shift: factor on the noise levels.
-        process: the process of the times, to whose range the result is clamped.
+        process: the process. The result is clamped to its range of times.
 
     Returns:
         (N,) float64 times.

@@ -1,8 +1,8 @@
 """Solvers: from noise to images, given a denoise function.
 
-Solvers do not depend on networks or labels. `denoise(x_t, t)` hides parameterization and guidance,
-and `randn_like` hides the source of random numbers. Coefficients are float64 scalars. Images keep
-their dtype. Set `clip` to clamp x0 to [-1, 1] for pixels, but not for latents.
+Solvers do not depend on networks or labels. The function `denoise(x_t, t)` hides parameterization
+and guidance, and `randn_like` hides the source of random numbers. Coefficients are float64 scalars.
+Images keep their dtype. For pixels, set `clip` to clamp x0 to [-1, 1]. For latents, do not set it.
 
 Example:
     >>> from lit_diffusion.processes import LinearFlow

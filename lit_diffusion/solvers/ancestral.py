@@ -1,4 +1,4 @@
-"""DDPM, DDIM and Euler: steps of q(x_s | x_t, x0), with an adjustable amount of new noise."""
+"""DDPM, DDIM and Euler: steps that use `q(x_s | x_t, x0)`, with adjustable new noise."""
 
 import math
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ def ancestral_grid(process: Process) -> TimeGrid:
 
 @dataclass(frozen=True)
 class DDPM:
-    """Ancestral sampling: each step draws x_s from p(x_s | x_t).
+    """Ancestral sampling: each step draws x_s from `p(x_s | x_t)`.
 
     Args:
-        variance: variance of each step: gaussian.FixedSmall, FixedLarge, or LearnedRange for
+        variance: variance of each step. Use gaussian.FixedSmall or FixedLarge, or LearnedRange for
             networks trained with HybridLoss.
         steps: evaluations of the network.
-        times: grid; None is `Sections()`, improved-diffusion's respacing, in discrete time, and
-            `LogSNR(noisiest=-10)` in continuous time.
+        times: grid. None uses `Sections()` in discrete time, which is improved-diffusion's
+            respacing, and `LogSNR(noisiest=-10)` in continuous time.
         clip: whether x0 is clamped to [-1, 1].
 
     Source: Ho et al. 2020 (DDPM), algorithm 2; Nichol & Dhariwal 2021 for respacing and learned
@@ -63,7 +63,7 @@ class DDPM:
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0."""
+        """Map standard normal noise (B, C, H, W) to x0."""
         times = finite_grid(self.times or self.default_times(process), process, self.steps)
         posteriors = posterior(process, times)
         x = process.prior(noise, times[0])
@@ -92,13 +92,13 @@ class DDPM:
 
 @dataclass(frozen=True)
 class DDIM:
-    """DDIM: deterministic for eta = 0, equal to DDPM with `FixedSmall` for eta = 1.
+    """DDIM, which is deterministic for eta = 0 and equals DDPM with `FixedSmall` for eta = 1.
 
     Args:
         steps: evaluations of the network.
-        eta: standard deviation of the new noise, divided by that of the posterior.
-        times: grid; None is `Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous
-            time.
+        eta: standard deviation of the new noise, relative to the posterior standard deviation.
+        times: grid. None uses `Sections()` in discrete time, and `LogSNR(noisiest=-10)` in
+            continuous time.
         clip: whether x0 is clamped to [-1, 1]. The noise is then computed from the clamped x0.
 
     Source: Song et al. 2021 (DDIM), Eq. 12 and 16.
@@ -131,7 +131,7 @@ class DDIM:
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0."""
+        """Map standard normal noise (B, C, H, W) to x0."""
         times, std = self._times_and_std(process)
         alpha, sigma = process.alpha_sigma(times)
         x = process.prior(noise, times[0])
@@ -147,7 +147,7 @@ class DDIM:
         return x
 
     def invert(self, denoise: Denoise, process: Process, x0: Tensor, /) -> Tensor:
-        """Compute noise (B, C, H, W) from which `sample` with eta = 0 returns approximately x0.
+        """Compute noise (B, C, H, W) from which `sample` with eta = 0 approximately recovers x0.
 
         The last step returns the model's estimate of the noise.
 
@@ -179,16 +179,16 @@ class DDIM:
 
 @dataclass(frozen=True)
 class Euler(DDIM):
-    """Euler's method: the steps of `DDIM` on an even grid in time.
+    """Euler's method, which takes the steps of `DDIM` on an even grid in time.
 
-    A step keeps the estimates of x0 and noise constant. This is an Euler step of the probability
-    flow for x_t / alpha as a function of sigma / alpha, as in k-diffusion. On `LinearFlow` it is
+    A step keeps the estimates of x0 and noise constant. It is an Euler step of the probability flow
+    for `x_t / alpha` as a function of `sigma / alpha`, as in k-diffusion. On `LinearFlow`, it is
     also an Euler step for x_t as a function of t.
 
     Args:
         steps: evaluations of the network.
-        eta: standard deviation of the new noise, divided by that of the posterior.
-        times: grid; None is `Even()`.
+        eta: standard deviation of the new noise, relative to the posterior standard deviation.
+        times: grid. None uses `Even()`.
         clip: whether x0 is clamped to [-1, 1].
 
     Source: Lipman et al. 2023 (Flow Matching), section 6; Karras et al. 2022 (EDM), algorithm 1
@@ -207,14 +207,15 @@ class Euler(DDIM):
 
 @dataclass(frozen=True)
 class EulerAncestral(DDIM):
-    """Euler ancestral sampling: an Euler step to a lower noise level, and then new noise.
+    """Euler ancestral sampling: an Euler step to a lower noise level, followed by new noise.
 
-    This is DDIM with eta = 1 on a Karras grid. k-diffusion calls it `sample_euler_ancestral`.
+    This is the same as DDIM with eta = 1 on a Karras grid. k-diffusion calls it
+    `sample_euler_ancestral`.
 
     Args:
         steps: evaluations of the network.
-        eta: standard deviation of the new noise, divided by that of the posterior.
-        times: grid; None is `Karras(noisiest=-10)`.
+        eta: standard deviation of the new noise, relative to the posterior standard deviation.
+        times: grid. None uses `Karras(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
 
     Source: Song et al. 2021 (DDIM), Eq. 16.

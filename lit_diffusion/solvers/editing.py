@@ -18,7 +18,8 @@ class Tail:
 
     Args:
         base: the whole grid.
-        whole: number of steps of the whole grid, not below the steps of this one.
+        whole: number of steps of the whole grid. It must not be below the number of steps of this
+            grid.
 
     Example:
         >>> from lit_diffusion.grids import Even
@@ -36,7 +37,7 @@ class Tail:
 
 
 def truncate_solver(solver: Any, strength: float, process: Process) -> Any:
-    """Return a solver that takes only the last steps of another one.
+    """Return a solver that takes only the last steps of another solver.
 
     Args:
         solver: a dataclass with `steps` and `times`.
@@ -44,7 +45,7 @@ def truncate_solver(solver: Any, strength: float, process: Process) -> Any:
         process: the process to sample from.
 
     Raises:
-        ValueError: unless 0 < strength <= 1, or for a solver without `steps` and `times`.
+        ValueError: if not 0 < strength <= 1, or if the solver has no `steps` and `times`.
 
     Source: Meng et al. 2022 (SDEdit), section 3.
 
@@ -94,7 +95,7 @@ class NoisedImagePrior:
         return repr(self._process)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """alpha x0 + sigma noise."""
+        """`alpha * x0 + sigma * noise`."""
         alpha, sigma = self._process.alpha_sigma(t)
         return alpha.to(noise.dtype) * self._x0 + sigma.to(noise.dtype) * noise
 
@@ -103,24 +104,26 @@ class NoisedImagePrior:
 class RePaint:
     """RePaint: ancestral sampling of the unknown part of an image.
 
-    Each step replaces the known part of its result by `known`, noised to the new level. Each step
-    is taken `resamples` times, and noise is added back in between, so that both parts become
-    consistent.
+    Each step replaces the known part of its result with `known`, noised to the new level. Each step
+    is repeated `resamples` times, and noise is added back in between. This makes the known and the
+    unknown part consistent.
 
     Args:
-        known: (B, C, H, W) x0, of which the masked part is preserved.
-        mask: (B, 1, H, W) or broadcastable: 1 where `known` is preserved, and 0 where the image is
-            generated.
+        known: (B, C, H, W) x0. Its masked part is preserved.
+        mask: (B, 1, H, W) or broadcastable. The mask is 1 where `known` is preserved, and 0 where
+            the image is generated.
         steps: steps of the grid.
-        resamples: number of times that each step is taken; 1 is plain replacement.
-        times: grid; None is `Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous
-            time.
+        resamples: number of times that each step is taken. With 1, the known part is simply
+            replaced.
+        times: grid. None uses `Sections()` in discrete time, and `LogSNR(noisiest=-10)` in
+            continuous time.
         clip: whether x0 is clamped to [-1, 1].
-        variance: variance of each step. None is the variance that the network has learned, if any,
-            and otherwise `FixedSmall()`. FixedSmall is exact for data that are single points, and
-            too small for other data. For Gaussian data with a standard deviation of 0.180, samples
-            in 100 steps, each taken 10 times, have 0.153 with FixedSmall, 0.188 with FixedLarge,
-            and 0.187 with the exact variance.
+        variance: variance of each step. None uses the variance that the network has learned, if
+            any, and otherwise `FixedSmall()`. FixedSmall is exact for data that are single points,
+            and too small for other data. An example is Gaussian data with a standard deviation of
+            0.180, sampled in 100 steps that are each taken 10 times. The standard deviation of the
+            samples is 0.153 with FixedSmall, 0.188 with FixedLarge, and 0.187 with the exact
+            variance.
 
     Raises:
         ValueError: if steps < 1 or resamples < 1.
@@ -156,7 +159,7 @@ class RePaint:
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0, equal to `known` where `mask` is 1."""
+        """Map standard normal noise (B, C, H, W) to an x0 equal to `known` where `mask` is 1."""
         times = finite_grid(self.times or ancestral_grid(process), process, self.steps)
         alpha, sigma = (v.to(noise.dtype) for v in process.alpha_sigma(times))  # on the CPU
         posteriors, x = posterior(process, times), process.prior(noise, times[0])
@@ -198,12 +201,12 @@ def repaint_solver(
     Args:
         solver: a dataclass with `steps` and `times`.
         process: the process to sample from.
-        known: (B, C, H, W) x0, of which the masked part is preserved.
-        mask: (B, 1, H, W) or broadcastable; 1 where `known` is preserved.
+        known: (B, C, H, W) x0. Its masked part is preserved.
+        mask: (B, 1, H, W) or broadcastable. The mask is 1 where `known` is preserved.
         resamples: number of times that each step is taken.
 
     Raises:
-        ValueError: for a solver without `steps` and `times`.
+        ValueError: if the solver has no `steps` and `times`.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow

@@ -1,10 +1,11 @@
 """Exponential integrators in half-log-SNR: DPM-Solver++ and UniPC.
 
-With lambda = log(alpha / sigma), a step of the probability flow from t to s is
+With `lambda = log(alpha / sigma)`, a step of the probability flow from t to s is
 
-    x_s = (sigma_s / sigma_t) x_t + sigma_s int e^lambda x0(lambda) dlambda.
+    x_s = (sigma_s / sigma_t) * x_t + sigma_s * integral(exp(lambda) * x0(lambda) dlambda).
 
-The only error is that of x0(lambda) within a step. Solvers differ in how they approximate it.
+The only error comes from the approximation of x0(lambda) within a step. Solvers differ in this
+approximation.
 """
 
 import math
@@ -28,25 +29,27 @@ from lit_diffusion.solvers.steps import (
 class DPMSolverPP:
     """DPM-Solver++ multistep (2M, 3M): higher order with one evaluation per step.
 
-    With h = lambda_s - lambda_t and H = (1 + eta) h the step is
+    With `h = lambda_s - lambda_t` and `H = (1 + eta) * h`, the step is
 
-        x_s = (sigma_s / sigma_t) exp(-eta h) x_t - alpha_s (exp(-H) - 1) D
-              + sigma_s sqrt(1 - exp(-2 eta h)) z,
+        x_s = (sigma_s / sigma_t) * exp(-eta * h) * x_t - alpha_s * (exp(-H) - 1) * D
+              + sigma_s * sqrt(1 - exp(-2 * eta * h)) * z.
 
-    where D extrapolates the last `order` estimates of x0, and z is noise. The first step and the
+    Here, D extrapolates the last `order` estimates of x0, and z is noise. The first step and the
     step to the clean image are first order. Order 3 follows the authors' code, diffusers and
-    k-diffusion, in which the coefficient of the second difference is half of that in the Taylor
-    series. Therefore its error is smaller than with order 2, but has the same order of convergence.
+    k-diffusion. There, the coefficient of the second difference is half of the coefficient in the
+    Taylor series. Therefore, the error of order 3 is smaller than the error of order 2, but has the
+    same order of convergence.
 
     Args:
         steps: evaluations of the network.
-        times: grid; None is `LogSNR(noisiest=-10)`.
+        times: grid. None uses `LogSNR(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
         order: 1, 2 or 3.
-        eta: amount of new noise. 0 is deterministic, and 1 is the reverse SDE (2M SDE).
+        eta: amount of new noise. With 0, sampling is deterministic. With 1, it follows the reverse
+            SDE (2M SDE).
 
     Raises:
-        ValueError: for another order, a negative eta or steps < 1.
+        ValueError: if the order is not supported, eta is negative, or steps < 1.
 
     Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 2 and section 4.3; order 3 as
     in the authors' code.
@@ -80,7 +83,7 @@ class DPMSolverPP:
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0."""
+        """Map standard normal noise (B, C, H, W) to x0."""
         times = finite_grid(self.times or self.default_times(process), process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         h = (alpha / sigma).log().diff()
@@ -107,7 +110,7 @@ class DPMSolverPP:
         finite_grid(self.times or self.default_times(process), process, self.steps)
 
     def _x0_term(self, x0s: list[Tensor], h: Tensor) -> Tensor:
-        """-(exp(-H) - 1) D, from the estimates of x0 (the last first) and all h up to this step."""
+        """`-(exp(-H) - 1) * D`, from the estimates of x0 (the last first) and the h so far."""
         h_eta = (1 + self.eta) * h[-1]  # H
         phi_1 = -torch.expm1(-h_eta)
         if len(x0s) == 1:
@@ -127,15 +130,15 @@ class DPMSolverPP2S:
     """DPM-Solver++(2S): each step uses an estimate of x0 at the midpoint of the step.
 
     Args:
-        steps: steps of the grid. They need 2 steps - 1 evaluations of the network.
-        times: grid; None is `LogSNR(noisiest=-10)`.
+        steps: steps of the grid. They need `2 * steps - 1` evaluations of the network.
+        times: grid. None uses `LogSNR(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
-        eta: standard deviation of the new noise, divided by that of the posterior. A step with
-            noise first goes to a lower level. 0 is deterministic; 1 is k-diffusion's
-            `dpmpp_2s_ancestral`.
+        eta: standard deviation of the new noise, divided by the posterior's standard deviation. A
+            step with noise first goes to a lower level. With 0, sampling is deterministic. With 1,
+            it equals k-diffusion's `dpmpp_2s_ancestral`.
 
     Raises:
-        ValueError: unless 0 <= eta <= 1 and steps >= 1.
+        ValueError: if not 0 <= eta <= 1, or if steps < 1.
 
     Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 1 with r = 1/2.
 
@@ -167,7 +170,7 @@ class DPMSolverPP2S:
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0."""
+        """Map standard normal noise (B, C, H, W) to x0."""
         times = grid_with_signal(self.times or self.default_times(process), process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         levels = sigma / alpha
@@ -199,13 +202,14 @@ class DPMSolverPP2S:
 class UniPC:
     """UniPC: a multistep predictor, and a corrector that reuses the evaluation of the next step.
 
-    The order is lower near both ends of the grid. B(h) is exp(-h) - 1, which the authors call bh2.
+    The order is lower near the two ends of the grid. The function `B(h)` is `exp(-h) - 1`, which
+    the authors call bh2.
 
     Args:
         steps: evaluations of the network.
-        times: grid; None is `LogSNR(noisiest=-10)`.
+        times: grid. None uses `LogSNR(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
-        order: order of the predictor; the corrector adds one.
+        order: order of the predictor. The corrector raises the order by one.
 
     Raises:
         ValueError: if order < 1 or steps < 1.
@@ -239,7 +243,7 @@ class UniPC:
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0."""
+        """Map standard normal noise (B, C, H, W) to x0."""
         times = grid_with_signal(self.times or self.default_times(process), process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         lambdas = (alpha / sigma).log()
@@ -271,9 +275,9 @@ def _unipc_step(
     alpha: Tensor,
     sigma: Tensor,
 ) -> Tensor:
-    """One step of the predictor, or of the corrector if `x0_end`, the x0 at the new time, is given.
+    """One step of the predictor, or of the corrector if `x0_end` is not None.
 
-    `x0s` are the estimates at earlier times, the last first.
+    `x0_end` is the x0 at the new time. `x0s` are the estimates at earlier times, the last first.
     """
     h = lambdas[-1] - lambdas[-2]
     rs = [(lambdas[-2 - k] - lambdas[-2]) / h for k in range(1, len(x0s))]
@@ -289,7 +293,7 @@ def _unipc_step(
 
 
 def _unipc_weights(rs: list[Tensor], h: Tensor) -> Tensor:
-    """rho_k with sum_k rho_k r_k^(n - 1) = b_n for n = 1, ..., K; 1/2 if K = 1."""
+    """The rho_k with `sum_k rho_k * r_k**(n - 1) = b_n` for n = 1, ..., K; 1/2 if K = 1."""
     if len(rs) < 2:
         return torch.full((len(rs),), 0.5, dtype=torch.float64)
     h_phi, b = torch.expm1(-h), []

@@ -1,4 +1,4 @@
-"""Heun's method along the probability flow: EDM's solver."""
+"""Heun's method along the probability flow, which is EDM's solver."""
 
 import math
 from dataclasses import dataclass
@@ -21,22 +21,23 @@ from lit_diffusion.solvers.steps import (
 class Heun:
     """Heun's second-order method, with two evaluations per step and optional churn (added noise).
 
-    With level = sigma / alpha and x = x_t / alpha, the probability flow of any process is
-    dx / dlevel = noise(x_t, t). A step uses the mean of the slopes at its two ends. The step to the
-    clean image is an Euler step. `watch` is called with x_t after churn.
+    With `level = sigma / alpha` and `x = x_t / alpha`, the probability flow of any process is
+    `dx / dlevel = noise(x_t, t)`. A step uses the mean of the slopes at its two ends. The step to
+    the clean image is an Euler step. The solver calls `watch` with x_t after churn.
 
     Args:
-        steps: steps of the grid. They need 2 steps - 1 evaluations of the network.
-        times: grid; None is `Karras(noisiest=-10)`.
+        steps: steps of the grid. They need `2 * steps - 1` evaluations of the network.
+        times: grid. None uses `Karras(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1]. The slope is then computed from the clamped x0.
-        churn: S_churn. Before each step the level is multiplied by 1 + min(churn / steps,
-            sqrt(2) - 1). 0 is deterministic.
+        churn: S_churn. Before each step, the level is multiplied by
+            `1 + min(churn / steps, sqrt(2) - 1)`. With 0, sampling is deterministic.
         churn_min: S_tmin, the lowest level to which churn is applied.
         churn_max: S_tmax, the highest level to which churn is applied.
-        churn_noise: S_noise, standard deviation of the noise before it is scaled to the new level.
+        churn_noise: S_noise, the standard deviation of the noise before it is scaled to the new
+            level.
 
     Raises:
-        ValueError: for steps or churn out of range. In `check`, for a grid that starts without
+        ValueError: if steps or churn is out of range. In `check`, also if the grid starts without
             signal.
 
     Source: Karras et al. 2022 (EDM), algorithms 1 and 2.
@@ -77,7 +78,7 @@ class Heun:
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0."""
+        """Map standard normal noise (B, C, H, W) to x0."""
         times = grid_with_signal(self.times or self.default_times(process), process, self.steps)
         levels = level_of(process, times)
         x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]

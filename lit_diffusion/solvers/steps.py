@@ -13,7 +13,7 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
     """Compute the times of a grid, (steps + 1,) float64, and check that they are finite and fall.
 
     Raises:
-        ValueError: if a time is not finite, or is not less noisy than the time before.
+        ValueError: if a time is not finite, or is not less noisy than the previous time.
 
     Example:
         >>> from lit_diffusion.grids import Even
@@ -39,8 +39,8 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
     """Compute the times of a grid, (steps + 1,) float64, and check that alpha > 0 at all of them.
 
     Raises:
-        ValueError: if alpha is 0, if a time is not finite, or if it is not less noisy than the time
-            before.
+        ValueError: if alpha is 0, if a time is not finite, or if a time is not less noisy than the
+            previous time.
 
     Example:
         >>> from lit_diffusion.grids import LogSNR
@@ -57,7 +57,7 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
-    """The solver's grid, or its default grid on this process; None if it has neither.
+    """The solver's grid, or its default grid on this process. None if the solver has neither.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -88,7 +88,7 @@ def with_grid(solver: Any, process: Process) -> Any:
 def solver_times(solver: Solver, process: Process) -> Tensor:
     """List the times at which a solver calls the network, in order.
 
-    They are recorded from a run on one pixel with a dummy denoiser.
+    The function records the times during a run on one pixel with a dummy denoiser.
 
     Returns:
         (number of function evaluations,) float64.
@@ -124,8 +124,8 @@ def level_of(process: Process, t: Tensor) -> Tensor:
 def batch_of(t: Tensor, x: Tensor) -> Tensor:
     """Repeat a time on the CPU for a batch of images: (B,) on the device of x.
 
-    The tensor is filled on the device, because a copy from the CPU would have to be waited for. Its
-    attribute `time` is the time as a Python number, for decisions on the host.
+    The tensor is filled on the device, because the host would have to wait for a copy from the CPU.
+    Its attribute `time` is the time as a Python number, for decisions on the host.
 
     Example:
         >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))
@@ -149,7 +149,7 @@ def clipped(x0: Tensor, clip: bool) -> Tensor:
 def x0_and_noise(
     denoised: Denoised, x_t: Tensor, alpha: Tensor, sigma: Tensor, clip: bool
 ) -> tuple[Tensor, Tensor]:
-    """Estimates of x0 and noise; with `clip`, x0 is clamped and the noise is computed from it.
+    """Estimates of x0 and noise. With `clip`, x0 is clamped, and the noise is computed from it.
 
     Example:
         >>> one = torch.ones(1)
