@@ -7,12 +7,12 @@
 | `Tokens(dim)`             | (tokens (B, L, dim), mask (B, L) bool)      | tokens (B, 1 + L, D)  |
 | `WordIds(num_words)`      | ids (B, L) int64, -1 where there is no word | tokens (B, 1 + L, D)  |
 
-Every kind has a null embedding for images without a condition, that is, with a label of -1, an
-absent vector, no token or no word. If the condition is None, all images get the null embedding. It
-is learned, except for labels in a `UNet`, where it is zero.
+Every kind has a null embedding for images without a condition. Such an image has a label of -1, an
+absent vector, no token or no word. If the condition is None, all images get the null embedding. The
+null embedding is learned, except for labels in a `UNet`, where it is zero.
 
 Masks are True for tokens that exist. Values of absent vectors and tokens are ignored, even if they
-are NaN. Nothing here synchronizes with the device.
+are NaN. No function in this file synchronizes with the device.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Classes:
 
     Args:
         num_classes: number of classes. Labels are 0, ..., num_classes - 1, or -1 for no class.
-        null_class: whether labels may be -1 or None. If not, there is no null embedding.
+        null_class: whether labels may be -1 or None. If False, there is no null embedding.
 
     Example:
         >>> embedding = Classes(10).embedding(16)
@@ -130,11 +130,12 @@ class WordIds:
 def resolve_condition(
     condition: ConditionKind | None, num_classes: int | None
 ) -> ConditionKind | None:
-    """Return `condition`, or Classes(num_classes) if only `num_classes` is given.
+    """Return `condition`, or Classes(num_classes) if you pass only `num_classes`.
 
     Raises:
-        ValueError: if both are given.
-        TypeError: if `condition` is another object, such as one of `lit_diffusion.conditioning`.
+        ValueError: if you pass both arguments.
+        TypeError: if `condition` is not a `ConditionKind`, but for example an object of
+            `lit_diffusion.conditioning`.
 
     Example:
         >>> resolve_condition(None, num_classes=10)
@@ -160,8 +161,8 @@ class EmbeddedCondition(NamedTuple):
     Attributes:
         vector: (B, D).
         tokens: (B, 1 + L, D). The first token is the null token.
-        mask: (B, 1 + L) bool, True for tokens to attend to: the tokens that exist, or the null
-            token if none exist.
+        mask: (B, 1 + L) bool, True for tokens to attend to. These are the tokens that exist, or the
+            null token if no token exists.
 
     Example:
         >>> EmbeddedCondition(vector=torch.zeros(2, 16)).tokens is None
@@ -179,13 +180,14 @@ def embed_condition(
     """Embed the condition of images.
 
     Args:
-        embedding: built by `ConditionKind.embedding`; None for a network without a condition.
+        embedding: module that `ConditionKind.embedding` has built; None for a network without a
+            condition.
         condition: condition of the images; None for no condition.
         x: (B, ...) images.
         network: name of the network, for messages.
 
     Raises:
-        ValueError: for a condition of another kind or size.
+        ValueError: if the condition has the wrong kind or size.
 
     Example:
         >>> embedding, x = Classes(10).embedding(16), torch.randn(2, 1, 8, 8)
@@ -235,7 +237,7 @@ class LabelEmbedding(nn.Module):
 
     The range of labels is not checked, because a check would synchronize with a GPU. Labels of
     `num_classes` or more fail in the embedding (IndexError on the CPU). Every negative label means
-    no class. Without `null_class` there is no vector for it, and negative labels fail too.
+    no class. Without `null_class`, there is no vector for no class, and negative labels fail too.
     """
 
     expects = "labels (B,) int64"
@@ -291,8 +293,8 @@ class VectorEmbedding(nn.Module):
 class TokenEmbedding(nn.Module):
     """Embedding of tokens: a learned null token, and then a linear map of each token.
 
-    The null token is attended to only if there are no other tokens. No positions are added, because
-    the encoder has added them.
+    The network attends to the null token only if there are no other tokens. The embedding adds no
+    positions, because the encoder has already added them.
     """
 
     def __init__(self, dim: int, width: int) -> None:
@@ -349,14 +351,14 @@ class WordEmbedding(nn.Module):
 
 
 def _prepend_null_token(null: Tensor, tokens: Tensor, mask: Tensor) -> EmbeddedCondition:
-    """Null token (D,), then tokens (B, L, D); the null token's mask is True if it is alone."""
+    """Null token (D,), then tokens (B, L, D). The null token's mask is True if it is alone."""
     null = null.to(tokens.dtype).expand(len(tokens), 1, -1)
     mask = torch.cat([~mask.any(dim=1, keepdim=True), mask], 1)
     return EmbeddedCondition(tokens=torch.cat([null, tokens], 1), mask=mask)
 
 
 def _zero_masked(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in `dtype`, set to 0 where the mask is False; a product with 0 would leave NaN."""
+    """Values in `dtype`, set to 0 where the mask is False. Multiplying by 0 would leave NaN."""
     return values.to(dtype).masked_fill(~mask[..., None], 0)
 
 

@@ -1,9 +1,10 @@
 """DiT: a vision transformer conditioned on noise level and condition by adaLN-Zero.
 
 Parameters have the names and shapes of the published checkpoints, which load with
-`load_state_dict`. As in these, pos_embed is a fixed table. The DiTTransformer2DModel of diffusers
-differs in two defaults: its sinusoids have frequencies 10000^(-k / 127) instead of
-10000^(-k / 128), and its second norm has an eps of 1e-5 instead of 1e-6.
+`load_state_dict`. As in the published checkpoints, pos_embed is a fixed table. The
+DiTTransformer2DModel of diffusers differs in two defaults. Its sinusoids have the frequencies
+`10000**(-k / 127)` instead of `10000**(-k / 128)`. Its second norm has an eps of 1e-5 instead of
+1e-6.
 
 Source: Peebles & Xie 2022, "Scalable Diffusion Models with Transformers" (arXiv 2212.09748).
 """
@@ -83,25 +84,27 @@ class DiT(nn.Module):
     Labels and vectors are added to the embedding of the noise level. Tokens and words are appended
     to the tokens of the patches.
 
-    Under autocast the embedding of the noise level and the final layer stay in the dtype of their
+    Under autocast, the embedding of the noise level and the final layer stay in the dtype of their
     weights.
 
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the output, twice those of the images if the variance is learned.
-        patch_size: height and width of a patch; divides `image_size`.
+        out_channels: channels of the output. If the variance is learned, twice the channels of the
+            images.
+        patch_size: height and width of a patch, which must divide `image_size`.
         width: features of a token, divisible by 4.
         depth: number of blocks.
-        num_heads: attention heads; divides `width`.
+        num_heads: number of attention heads, which must divide `width`.
         mlp_ratio: hidden width of an MLP, in units of `width`.
         num_classes: short form of condition=Classes(num_classes).
         condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
-        gradient_checkpointing: store only the inputs of each block and compute its activations
-            again in the backward pass: less memory, about a third more time, the same gradients.
+        gradient_checkpointing: whether to store only the inputs of each block and compute its
+            activations again in the backward pass. This needs less memory and about a third more
+            time. The gradients are the same.
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
 
     Example:
         >>> network = DiT(8, 1, 1, patch_size=2, width=32, depth=2, num_heads=2, num_classes=10)
@@ -174,7 +177,7 @@ class DiT(nn.Module):
             (B, out_channels, image_size, image_size) in the dtype of the weights.
 
         Raises:
-            ValueError: for images of another size, or a condition of another kind.
+            ValueError: if the images have the wrong size, or the condition has the wrong kind.
         """
         check_image_size(x, self.image_size, "DiT")
         embedding = self.y_embedder["embedding_table"] if self.y_embedder else None

@@ -2,14 +2,14 @@
 
     y = silu((1 + scale) * (weight * (x + offset - mean) / std + bias) + shift)
 
-with the mean and std of x + offset. As separate operations under autocast, this would read and
-write the activations many times, with copies to float32 and, on CUDA, out of the channels_last
-format. There are two implementations:
+Here, mean and std are the statistics of `x + offset`. As separate operations under autocast, this
+formula would read and write the activations many times. It would also copy them to float32 and, on
+CUDA, out of the channels_last format. There are two implementations:
 
 - On CUDA, one Triton kernel for the forward pass and one for the backward pass
   (`fused_norm_triton`), also in compiled steps.
-- Otherwise, torch's operations (`separate_group_norm_silu`), which `torch.compile` fuses. They are
-  used on the CPU, in float64, for forward-mode differentiation and for derivatives of gradients.
+- Otherwise, torch's operations (`separate_group_norm_silu`), which `torch.compile` fuses. This
+  includes the CPU, float64, forward-mode differentiation and derivatives of gradients.
 """
 
 from functools import cache
@@ -37,8 +37,8 @@ def group_norm_silu(
 
     Args:
         x: (B, C, ...), contiguous or in channels_last format.
-        weight: (C,) weight of the norm. This and all following tensors may have other dtypes than
-            x.
+        weight: (C,) weight of the norm. The dtypes of this tensor and all following tensors may
+            differ from the dtype of x.
         bias: (C,) bias of the norm.
         scale: (B, C), or None for a norm without scale and shift.
         shift: (B, C), or None.
@@ -82,7 +82,7 @@ def separate_group_norm_silu(
     eps: float,
     silu: bool,
 ) -> Tensor:
-    """Compute `group_norm_silu` by torch's operations, each of which rounds to the dtype of x."""
+    """Compute `group_norm_silu` with torch's operations, each of which rounds to the dtype of x."""
     if offset is not None:
         x = x + _per_channel(offset.to(x.dtype), x)
     dtype = torch.promote_types(x.dtype, torch.float32)

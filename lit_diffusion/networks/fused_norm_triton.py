@@ -2,12 +2,12 @@
 
 `fused_norm` imports this file when it sees the first CUDA tensor, because the file needs Triton.
 
-A program handles all P pixels of an image in some groups of channels. It passes over them twice:
-first for sums over pixels, and then for the output. The second pass runs backwards and mostly reads
-from the caches, so device memory is read about once. In channels_last format a program handles 32
-neighbouring channels, because memory reads units of 64 bytes or more at full speed. In contiguous
-format it handles whole rows. There are no atomics, and nothing is tuned at run time, so the same
-input gives the same bits.
+A program handles all P pixels of an image in some groups of channels. It passes over them twice.
+The first pass computes sums over pixels, and the second pass computes the output. The second pass
+runs backwards and mostly reads from the caches, so device memory is read about once. In
+channels_last format, a program handles 32 neighboring channels, because memory reads units of 64
+bytes or more at full speed. In contiguous format, a program handles whole rows. There are no
+atomics, and nothing is tuned at run time. Therefore, the same input gives bit-identical output.
 
 Shapes: x (N, C, P) in either format; mean and rstd (N, G) float32 of G groups.
 """
@@ -33,7 +33,7 @@ class GroupNormSiLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-        """Compute the output; the arguments are those of `separate_group_norm_silu`."""
+        """Compute the output. The arguments are the same as in `separate_group_norm_silu`."""
         y, mean, rstd = torch.ops.lit_diffusion.group_norm_silu.default(x, *arguments)
         ctx.save_for_backward(x, *arguments[:5], mean, rstd)
         ctx.options = arguments[5:]
@@ -57,7 +57,7 @@ class GroupNormSiLU(torch.autograd.Function):
 def _differentiable_gradients(
     inputs: list[Tensor | None], options: tuple[Any, ...], dy: Tensor
 ) -> list[Tensor | None]:
-    """Gradients with a graph, by torch's operations."""
+    """Gradients with a graph, computed with torch's operations."""
     # Aliases, because one input may be computed from another one (a norm that is applied twice).
     inputs = [t if t is None else t.view_as(t) for t in inputs]
     y = separate_group_norm_silu(*inputs, *options)  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def _backward(
     rstd: Tensor,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of bias and weight in each image (2, N, C), of scale, shift and offset."""
+    """Gradients of x, of bias and weight in each image (2, N, C), of scale, shift, offset."""
     memory_format = _memory_format(x)
     x, dy = (t.contiguous(memory_format=memory_format) for t in (x, dy))
     dx = torch.empty_like(x)
@@ -141,7 +141,7 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 
 def _unit_stride(rows: Tensor | None) -> Tensor | None:
-    """(N, C) with neighbouring channels; rows may be apart, as in a chunk, or all be the same."""
+    """(N, C) with adjacent channels. Rows may be apart, as in a chunk, or all be the same."""
     return rows if rows is None or rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -150,7 +150,7 @@ def _row_stride(rows: Tensor | None) -> int:
 
 
 def _empty_like_row(rows: Tensor | None, x: Tensor) -> Tensor:
-    """Memory for a gradient (N, C); without elements if `rows` is None."""
+    """Memory for a gradient (N, C). It has no elements if `rows` is None."""
     return x.new_empty(0) if rows is None else x.new_empty(rows.shape, dtype=rows.dtype)
 
 
@@ -176,7 +176,7 @@ def _blocks(channels: int, pixels: int, num_groups: int, channels_last: bool) ->
 
 @triton.jit
 def _load(row, channel, exists):
-    """(channels,) float32 of a row (C,); 0 where there is no channel."""
+    """Load (channels,) float32 of a row (C,), with 0 where there is no channel."""
     return tl.load(row + channel, exists, other=0.0).to(tl.float32)
 
 

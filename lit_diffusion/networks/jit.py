@@ -2,14 +2,14 @@
 
     patches p x p x C -- bottleneck -- blocks with adaLN-Zero -- patches -- image
 
-The blocks are those of DiT with components of language models: RMSNorm, SwiGLU, QK-norm, rotary
-positions in addition to DiT's fixed positions, and class tokens in addition to DiT's class
-embedding. A patch of 16 x 16 or 32 x 32 pixels can have more features than the width of the
-network. This works because the target is the image: images lie near a manifold that the bottleneck
-can represent, but noise does not. Therefore use it with `lit_diffusion.parameterizations.Sample`.
+The network uses DiT's blocks with components of language models: RMSNorm, SwiGLU and QK-norm. It
+adds rotary positions to DiT's fixed positions, and class tokens to DiT's class embedding. A patch
+of 16 x 16 or 32 x 32 pixels can have more features than the width of the network. This works
+because the target is the image. Images lie near a manifold that the bottleneck can represent, but
+noise does not. Therefore, use this network with `lit_diffusion.parameterizations.Sample`.
 
-This file was written from the paper. Parameters have other names than in the authors' code,
-github.com/LTH14/JiT.
+This file was written from the paper. The names of parameters differ from the names in the authors'
+code, github.com/LTH14/JiT.
 
 Source: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise" (arXiv 2511.13720),
 section 4; Su et al. 2021 (RoPE), Eq. 34; Shazeer 2020 (SwiGLU), Eq. 6; Henry et al. 2020 (QK-norm).
@@ -53,8 +53,8 @@ def rope_cos_sin(
 ) -> Tensor:
     """Compute cosines and sines of the angles by which RoPE rotates features of tokens on a grid.
 
-    Half of the pairs of features have the angles row * 10000^(-4 k / head_dim). The other half has
-    the same angles with the column instead of the row.
+    Half of the pairs of features have the angles `row * 10000**(-4 * k / head_dim)`. The other half
+    has the same angles with the column instead of the row.
 
     Args:
         side: patches in a row and in a column.
@@ -63,7 +63,7 @@ def rope_cos_sin(
         device: device of the result.
 
     Returns:
-        (2, side^2 + num_extra, head_dim / 2) float64.
+        (2, side**2 + num_extra, head_dim / 2) float64.
 
     Example:
         >>> rope_cos_sin(side=2, head_dim=8, num_extra=1).shape
@@ -95,7 +95,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 class RoPEAttention(nn.Module):
-    """Multi-head attention with normalised queries and keys (QK-norm) and rotary positions."""
+    """Multi-head attention with normalized queries and keys (QK-norm) and rotary positions."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class RoPEAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Linear map of silu(gate) * value, with as many parameters as an MLP of width `hidden`.
+    """Linear map of `silu(gate) * value`, with as many parameters as an MLP of width `hidden`.
 
     Example:
         >>> SwiGLU(width=32, hidden=64)(torch.randn(2, 5, 32)).shape
@@ -166,23 +166,25 @@ class JiT(nn.Module):
     | H    | 1280  | 32    | 16        | 256        | 10               |
     | G    | 1664  | 40    | 16        | 256        | 10               |
 
-    The published models have patch_size=16 at 256 pixels and 32 at 512, with in_context_tokens=32.
+    The published models have patch_size=16 for 256 pixels and patch_size=32 for 512 pixels. All
+    have in_context_tokens=32.
 
     Labels and vectors are added to the embedding of the noise level. From block `in_context_start`
-    on they are also appended as `in_context_tokens` tokens. Tokens and words are appended to the
+    on, they are also appended as `in_context_tokens` tokens. Tokens and words are appended to the
     tokens of the patches.
 
-    Under autocast the embedding of the noise level and the final layer stay in the dtype of their
+    Under autocast, the embedding of the noise level and the final layer stay in the dtype of their
     weights.
 
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the output, twice those of the images if the variance is learned.
-        patch_size: height and width of a patch; divides `image_size`.
-        width: features of a token; width / num_heads is divisible by 4.
+        out_channels: channels of the output. If the variance is learned, twice the channels of the
+            images.
+        patch_size: height and width of a patch, which must divide `image_size`.
+        width: features of a token. `width / num_heads` must be divisible by 4.
         depth: number of blocks.
-        num_heads: attention heads; divides `width`.
+        num_heads: number of attention heads, which must divide `width`.
         bottleneck: number of features to which a patch is reduced before it becomes a token.
         mlp_ratio: hidden width of an MLP with as many parameters as SwiGLU, in units of `width`.
         in_context_tokens: number of tokens that are appended for a label or vector; 0 for none.
@@ -190,11 +192,12 @@ class JiT(nn.Module):
         in_context_start: index of the block before which these tokens are appended.
         num_classes: short form of condition=Classes(num_classes).
         condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
-        gradient_checkpointing: store only the inputs of each block and compute its activations
-            again in the backward pass: less memory, about a third more time, the same gradients.
+        gradient_checkpointing: whether to store only the inputs of each block and compute its
+            activations again in the backward pass. This needs less memory and about a third more
+            time. The gradients are the same.
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
 
     Example:
         >>> network = JiT(8, 1, 1, patch_size=4, width=32, depth=2, num_heads=2, bottleneck=8)
@@ -289,7 +292,7 @@ class JiT(nn.Module):
             (B, out_channels, image_size, image_size) in the dtype of the weights.
 
         Raises:
-            ValueError: for images of another size, or a condition of another kind.
+            ValueError: if the images have the wrong size, or the condition has the wrong kind.
         """
         check_image_size(x, self.image_size, "JiT")
         embedded = embed_condition(self.condition, condition, x, "JiT")

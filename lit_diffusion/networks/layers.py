@@ -1,7 +1,7 @@
 """Layers that several networks use.
 
-Shapes: images are (B, C, H, W) in either memory format, and tokens (B, N, D). Masks are (B, N)
-bool, where False means that a token is ignored.
+Shapes: images are (B, C, H, W) in either memory format, and tokens are (B, N, D). Masks are (B, N)
+bool, and False means that a token is ignored.
 
 Precision: a network runs in any dtype and under autocast. Norms, softmax and the sinusoids of the
 noise level are always computed in float32 or better.
@@ -22,14 +22,14 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
-    """Compute sinusoids of the noise level l: [cos(f_k l), sin(f_k l)], f_k = 10000^(-2 k / dim).
+    """Compute sinusoids of the noise level l: `cos(f_k * l)` and then `sin(f_k * l)`.
 
-    They are computed in float64, because l multiplies the rounding errors of float32 frequencies.
-    At l = 999 these errors would change the output of a network by 4e-6.
+    The frequencies are `f_k = 10000**(-2 * k / dim)`. The sinusoids are computed in float64,
+    because l multiplies the rounding errors of float32 frequencies. At l = 999, these errors would
+    change the output of a network by 4e-6.
 
     Args:
-        noise_label: (B,) noise levels l, integer or real (respaced processes have fractional
-            steps).
+        noise_label: (B,) noise levels l, integer or real. Respaced processes have fractional steps.
         dim: number of features, even.
 
     Returns:
@@ -38,7 +38,8 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
     Raises:
         ValueError: if `dim` is odd.
 
-    Source: Vaswani et al. 2017, section 3.5; cosines first as in openai/improved-diffusion.
+    Source: Vaswani et al. 2017, section 3.5. The cosines come first, as in
+        openai/improved-diffusion.
 
     Example:
         >>> timestep_embedding(torch.tensor([0.0, 999.75]), 4)[0]
@@ -54,7 +55,7 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
 class TimestepMLP(nn.Sequential):
     """Embedding of the noise level: `dim` sinusoids, Linear, SiLU, Linear.
 
-    Under autocast it keeps the dtype of its weights, because bfloat16 is too coarse for noise
+    Under autocast, it keeps the dtype of its weights, because bfloat16 is too coarse for noise
     levels.
 
     Example:
@@ -76,7 +77,7 @@ class TimestepMLP(nn.Sequential):
 
 
 class LayerNorm32(nn.LayerNorm):
-    """Layer norm, computed in float32 or better; the result has the input's dtype.
+    """Layer norm, computed in float32 or better. The result has the input's dtype.
 
     Example:
         >>> LayerNorm32(8)(torch.randn(2, 8).bfloat16()).dtype
@@ -93,7 +94,7 @@ class LayerNorm32(nn.LayerNorm):
 
 
 class RMSNorm32(nn.RMSNorm):
-    """RMS norm x / rms(x) * weight, computed in float32 or better; keeps the input's dtype.
+    """RMS norm `x / rms(x) * weight`, computed in float32 or better. Keeps the input's dtype.
 
     Source: Zhang & Sennrich 2019, Eq. 4.
 
@@ -125,13 +126,13 @@ def _norm_dtype(x: Tensor) -> torch.dtype:
 def self_attention(
     qkv: Tensor, num_heads: int, *, split_heads_first: bool, mask: Tensor | None = None
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(D / num_heads)) v in every head.
+    """Compute `softmax(q @ k.T / sqrt(D / num_heads)) @ v` in every head.
 
     Args:
         qkv: (B, N, 3 D) queries, keys and values of all heads.
         num_heads: number of heads, which divides D.
-        split_heads_first: order of the 3 D features. True for [head][q, k, v], as in
-            improved-diffusion and guided-diffusion; False for [q, k, v][head], as in vision
+        split_heads_first: order of the 3 D features. True means [head][q, k, v], as in
+            improved-diffusion and guided-diffusion. False means [q, k, v][head], as in vision
             transformers and guided-diffusion's "new attention order".
         mask: (B, N) bool, False for tokens to ignore; None attends to all.
 
@@ -195,9 +196,9 @@ class MLP(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Adaptive norm and a linear map; under autocast they keep the dtype of their weights.
+    """Adaptive norm and a linear map. Under autocast, they keep the dtype of their weights.
 
-    The embedding c of noise level and condition gives the shift and scale of the norm.
+    The shift and scale of the norm are computed from the embedding c of noise level and condition.
 
     Source: Peebles & Xie 2022 (DiT), section 3.2.
     """
@@ -217,7 +218,7 @@ class FinalLayer(nn.Module):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Compute x (1 + scale) + shift.
+    """Compute `x * (1 + scale) + shift`.
 
     Example:
         >>> modulate(torch.ones(1), shift=torch.tensor(0.5), scale=torch.tensor(2.0))
@@ -227,7 +228,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patch embedding: a convolution with stride p, whose tokens are in the order of rows.
+    """Patch embedding: a convolution with stride p. Its tokens are in the order of rows.
 
     Example:
         >>> PatchEmbed(in_channels=3, width=32, patch_size=4)(torch.randn(2, 3, 8, 8)).shape
@@ -275,7 +276,7 @@ def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
 
 
 def grid_positions(side: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Row and column, (N,) int64 each, of the N = side^2 patches of a square image.
+    """Row and column of the `N = side**2` patches of a square image, (N,) int64 each.
 
     Example:
         >>> grid_positions(2)
@@ -286,7 +287,7 @@ def grid_positions(side: int, device: torch.device | None = None) -> tuple[Tenso
 
 
 def sincos_2d(side: int, width: int) -> Tensor:
-    """Compute fixed position embeddings (1, side^2, width): sinusoids of the column, then the row.
+    """Compute fixed position embeddings (1, side**2, width): sinusoids of column, then row.
 
     Source: He et al. 2022 (MAE), appendix A.1. The authors' code also has columns first.
 
@@ -300,10 +301,10 @@ def sincos_2d(side: int, width: int) -> Tensor:
 
 
 class Patched(nn.Module):
-    """Another network, applied to images whose patches are moved into channels, to save compute.
+    """Applies another network to images whose patches are moved into channels, to save compute.
 
     Args:
-        network: network for images (B, size^2 C, H / size, W / size). It has as many output
+        network: network for images (B, size**2 * C, H / size, W / size). It has as many output
             channels as input channels, or twice as many.
         size: height and width of a patch, which divides height and width of the images.
 
@@ -367,7 +368,7 @@ def xavier_uniform_(network: nn.Module) -> None:
 
 
 def maybe_checkpoint(block: nn.Module, *inputs: Tensor | None, enabled: bool) -> Tensor:
-    """Compute block(*inputs), with gradient checkpointing if enabled.
+    """Compute `block(*inputs)`, with gradient checkpointing if enabled.
 
     Example:
         >>> maybe_checkpoint(nn.Identity(), torch.ones(2), enabled=False)
@@ -396,7 +397,7 @@ def check_sizes(
 ) -> None:
     """Raise ValueError if sizes of a transformer do not fit together, or are far too large.
 
-    `others` are further sizes by name, which must be positive.
+    `others` contains further sizes by name, which must be positive.
 
     Example:
         >>> check_sizes(image_size=8, patch_size=2, width=32, depth=2, num_heads=2, mlp_ratio=4.0)

@@ -6,8 +6,8 @@
               +----------------------- middle_block ------------------------+
 
 Parameters have the names and shapes of the two repositories, so their checkpoints load with
-`load_state_dict`. Their `attention_resolutions` "16,8" at `image_size` 32 are
-`attention_downsample=(2, 4)` here, and their `use_new_attention_order` is
+`load_state_dict`. The repositories' `attention_resolutions` "16,8" at `image_size` 32 correspond to
+`attention_downsample=(2, 4)` here. Their `use_new_attention_order` corresponds to
 `split_heads_first=False`.
 
 Shapes: images (B, C, H, W), embedding of noise level and condition (B, E), tokens of a condition
@@ -84,7 +84,9 @@ class GroupNorm32(nn.GroupNorm):
 
 
 class PointwiseLinear(nn.Conv1d):
-    """A linear map of tokens, whose weight is that of a 1x1 convolution, as in published U-Nets.
+    """A linear map of tokens. Its weight has the shape of a 1x1 convolution.
+
+    Published U-Nets have weights of this shape.
 
     Example:
         >>> PointwiseLinear(8, 4)(torch.randn(2, 5, 8)).shape
@@ -111,19 +113,19 @@ class Conv3x3(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=3, padding=1)
 
     def forward(self, input: Tensor, add_bias: bool = True) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, H, W), without the bias if not `add_bias`."""
+        """(B, in_channels, H, W) -> (B, out_channels, H, W). Without `add_bias`, adds no bias."""
         return F.conv2d(input, self.weight, self.bias if add_bias else None, padding=1)
 
 
 def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute conv(x), on CUDA without its bias, which is returned for the next norm to add.
+    """Compute `conv(x)`. On CUDA, the bias is not added, but returned for the next norm to add.
 
-    This saves two passes over the images, because the norm adds the bias while it reads them, and
-    gets the gradient of the bias from sums that it computes anyway.
+    This saves two passes over the images. The norm adds the bias while it reads the images, and
+    computes the gradient of the bias from sums that it needs anyway.
 
     Returns:
-        On CUDA, the output without bias, and the bias (B, out_channels). Elsewhere, conv(x) and
-        None.
+        On CUDA, the output without bias, and the bias (B, out_channels). On other devices,
+        `conv(x)` and None.
 
     Example:
         >>> output, bias = conv_and_bias(Conv3x3(3, 8), torch.randn(2, 3, 16, 16))
@@ -136,11 +138,12 @@ def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class ResBlock(nn.Module):
-    """Residual block x + conv(norm(conv(norm(x)))), with an embedding between the convolutions.
+    """Residual block `x + conv(norm(conv(norm(x))))`, with an embedding between the convolutions.
 
-    With `scale_shift_norm` the embedding gives the scale and shift of the second norm (adaptive
-    group norm). Otherwise it is added before that norm. `resample` changes the resolution of x, and
-    the resolution of the residual branch before its first convolution.
+    With `scale_shift_norm`, the embedding determines the scale and shift of the second norm
+    (adaptive group norm). Otherwise, the embedding is added before the second norm. `resample`
+    changes the resolution of x, and the resolution of the residual branch before its first
+    convolution.
     """
 
     def __init__(
@@ -191,7 +194,7 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Residual block x + attention(norm(x)), with self-attention among all pixels.
+    """Residual block `x + attention(norm(x))`, with self-attention among all pixels.
 
     Source: Ho et al. 2020, appendix B.
     """
@@ -215,7 +218,7 @@ class AttentionBlock(nn.Module):
 
 
 class CrossAttentionBlock(nn.Module):
-    """Residual block x + attention(norm(x)), from all pixels to the tokens of a condition.
+    """Residual block `x + attention(norm(x))`, from all pixels to the tokens of a condition.
 
     Source: Rombach et al. 2022 (latent diffusion), section 3.3.
     """
@@ -269,7 +272,7 @@ class AttentionPool(nn.Module):
 
 
 class ConditionedSequential(nn.ModuleList):
-    """Sequential layers, of which ResBlocks get the embedding, and cross-attention the tokens."""
+    """Sequential layers. ResBlocks get the embedding, and cross-attention gets the tokens."""
 
     def forward(
         self, x: Tensor, emb: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None
@@ -289,7 +292,8 @@ class ZeroNullLabelEmbedding(LabelEmbedding):
     """Embedding of labels: a learned vector for each class, and zeros for no class.
 
     A learned vector for no class would not be more expressive, because the last bias of
-    `time_embed` is added in any case. Without it, the state_dict has the published keys.
+    `time_embed` is added in any case. Without the learned vector, the state_dict has the published
+    keys.
 
     Example:
         >>> ZeroNullLabelEmbedding(10, width=4)(torch.tensor([-1])).vector.tolist()
@@ -309,7 +313,8 @@ class ZeroNullLabelEmbedding(LabelEmbedding):
 class _Encoder(nn.Module):
     """Embedding of the noise level, encoder and middle block, shared by the networks below.
 
-    The arguments are those of `UNet`. `cross_attention` is for a condition of tokens or words.
+    The class takes the arguments of `UNet`. `cross_attention` is for a condition of tokens or
+    words.
     """
 
     out: nn.Sequential
@@ -389,7 +394,7 @@ class _Encoder(nn.Module):
     def _stage(
         self, in_channels: int, out_channels: int, num_heads: int, *, attend: bool
     ) -> ConditionedSequential:
-        """A ResBlock; with `attend` also self-attention, and cross-attention to tokens if any."""
+        """A ResBlock. With `attend`, also self-attention, and cross-attention to tokens if any."""
         layers: list[nn.Module] = [self.res_block(in_channels, out_channels)]
         if attend:
             heads = heads_for(out_channels, num_heads, self.head_channels)
@@ -434,7 +439,7 @@ class _Encoder(nn.Module):
         return maybe_checkpoint(self.middle_block, x, emb, *context, enabled=checkpointing), skips
 
     def _apply_out(self, x: Tensor) -> Tensor:
-        """The layers `out`, in the dtype of their weights also under autocast."""
+        """The layers `out`, in the dtype of their weights even under autocast."""
         norm, _, last = self.out
         with no_autocast(x):
             return cast(Tensor, last(norm(x.to(next(norm.parameters()).dtype), silu=True)))
@@ -443,24 +448,25 @@ class _Encoder(nn.Module):
 class UNet(_Encoder):
     """Diffusion U-Net of the improved-diffusion and guided-diffusion family.
 
-    It outputs zero at initialization. Labels and vectors are added to the embedding of the noise
-    level; a label of -1 (no class) adds zero. If the condition has tokens or words, every level
-    with self-attention also has cross-attention to them.
+    The U-Net outputs zero at initialization. Labels and vectors are added to the embedding of the
+    noise level. A label of -1 (no class) adds zero. If the condition has tokens or words, every
+    level with self-attention also has cross-attention to them.
 
-    Under autocast the noise embedding and the output layers keep the dtype of their weights, as
-    in guided-diffusion's half-precision mode.
+    Under autocast, the noise embedding and the output layers keep the dtype of their weights, as in
+    guided-diffusion's half-precision mode.
 
     Args:
         in_channels: channels of x.
-        out_channels: channels of the output, twice those of the images if the variance is learned.
+        out_channels: channels of the output. If the variance is learned, twice the channels of the
+            images.
         model_channels: base width, even.
-        channel_mult: width of each level, in units of `model_channels`; level i has resolution
-            1 / 2^i.
+        channel_mult: width of each level, in units of `model_channels`. Level i has the resolution
+            `1 / 2**i`.
         num_res_blocks: ResBlocks per level of the encoder. The decoder has one more.
         attention_downsample: levels with attention, identified by their downsampling factor. The
             middle block always has attention.
         num_heads: attention heads.
-        head_channels: channels of a head. If given, it decides the number of heads, and
+        head_channels: channels of a head. If set, it determines the number of heads, and
             `num_heads` and `num_heads_upsample` are not used.
         num_heads_upsample: heads in the decoder (improved-diffusion); None for `num_heads`.
         dropout: probability in every ResBlock.
@@ -469,15 +475,16 @@ class UNet(_Encoder):
         scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock. If
             not, it is added before that norm.
         resblock_updown: whether ResBlocks change the resolution, instead of plain convolutions.
-        split_heads_first: order of the qkv features in a checkpoint: True for [head][q, k, v],
-            False for [q, k, v][head]. It does not matter if you train from scratch.
-        norm_groups: groups of every group norm, a divisor of all widths; 32 in published models.
-            Groups of a single channel are slow on a CPU in channels_last format.
-        gradient_checkpointing: store only the inputs of each block and compute its activations
-            again in the backward pass: less memory, about a third more time, the same gradients.
+        split_heads_first: order of the qkv features in a checkpoint. True means [head][q, k, v],
+            and False means [q, k, v][head]. If you train from scratch, the order does not matter.
+        norm_groups: groups of every group norm, which must divide all widths. Published models use
+            32. Groups of a single channel are slow on a CPU in channels_last format.
+        gradient_checkpointing: whether to store only the inputs of each block and compute its
+            activations again in the backward pass. This needs less memory and about a third more
+            time. The gradients are the same.
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
 
     Example:
         >>> network = UNet(in_channels=1, out_channels=1, model_channels=32, num_classes=10)
@@ -557,9 +564,9 @@ class UNet(_Encoder):
         """Predict from noisy images.
 
         Args:
-            x: (B, in_channels, H, W); H and W divisible by 2^(levels - 1).
+            x: (B, in_channels, H, W). H and W must be divisible by `2**(levels - 1)`.
             noise_label: (B,) noise labels of the process, such as steps, possibly fractional. They
-                are float32 or float64 for every dtype of x, because bfloat16 can't represent 999.
+                are float32 or float64 for every dtype of x, because bfloat16 cannot represent 999.
             condition: condition of the images, of the kind that the network was built for. Labels
                 are (B,) int64, with -1 for no class. None means no condition for all images.
 
@@ -567,7 +574,7 @@ class UNet(_Encoder):
             (B, out_channels, H, W) in the dtype of the weights.
 
         Raises:
-            ValueError: for another kind of condition, or a height or width that is not divisible.
+            ValueError: if the condition has the wrong kind, or a height or width is not divisible.
         """
         embedding = self.condition_emb if self.label_emb is None else self.label_emb
         embedded = embed_condition(embedding, condition, x, "UNet")
@@ -585,7 +592,8 @@ class UNet(_Encoder):
 class EncoderUNet(_Encoder):
     """Classifier of noisy images: the encoder of the U-Net, then attention pooling.
 
-    This is guided-diffusion's `EncoderUNetModel` with pool="attention", which its classifiers use.
+    The network equals guided-diffusion's `EncoderUNetModel` with pool="attention", which
+    guided-diffusion's classifiers use.
 
     Args:
         image_size: height and width of x. The pooling has a parameter per position.
@@ -601,11 +609,11 @@ class EncoderUNet(_Encoder):
         scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock. If
             not, it is added before that norm.
         resblock_updown: whether ResBlocks reduce the resolution, instead of plain convolutions.
-        split_heads_first: order of the qkv features in the blocks: True for [head][q, k, v], False
-            for [q, k, v][head]. The pooling always has [q, k, v][head].
+        split_heads_first: order of the qkv features in the blocks. True means [head][q, k, v], and
+            False means [q, k, v][head]. The pooling always has [q, k, v][head].
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
 
     Source: Dhariwal & Nichol 2021, section 4.3.
 

@@ -3,9 +3,9 @@
     [condition][noise level][patches] -- in_blocks -- mid_block -- out_blocks -- patches -- out
                                              +-------- skips --------+
 
-Parameters have the names and shapes of the authors' repository, so their checkpoints load with
+Parameters have the names and shapes of the authors' repository, so its checkpoints load with
 `load_state_dict`. If the authors' configuration drops labels, its num_classes includes the null
-class: their 1001 is num_classes=1000 here.
+class. Their num_classes=1001 corresponds to num_classes=1000 here.
 
 Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Models" (arXiv
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.
@@ -41,7 +41,7 @@ from lit_diffusion.protocols import Condition
 
 
 class UViTBlock(nn.Module):
-    """A pre-norm transformer block; in the decoder (skip=True) it first merges a long skip.
+    """A pre-norm transformer block. In the decoder (skip=True), it first merges a long skip.
 
     Example:
         >>> block = UViTBlock(width=32, num_heads=2, hidden=64, qkv_bias=True)
@@ -78,32 +78,34 @@ class UViT(nn.Module):
 
     Published models include S/2 on CIFAR-10 (patch_size=2), M/4 and L/4 on ImageNet-64, L/4 and H/4
     on latents 4x64x64, and H/2 on latents 4x32x32. They take continuous noise levels from 0 to 999.
-    Those of size H have final_conv=False and take steps from 1 to 1000 instead.
+    The models of size H have final_conv=False, and take steps from 1 to 1000 instead.
 
     A label or vector becomes the first token. Tokens and words are appended to the sequence.
 
-    Under autocast the output layers and norms keep the dtype of their weights.
+    Under autocast, the output layers and norms keep the dtype of their weights.
 
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the output, twice those of the images if the variance is learned.
-        patch_size: height and width of a patch; divides `image_size`.
+        out_channels: channels of the output. If the variance is learned, twice the channels of the
+            images.
+        patch_size: height and width of a patch, which must divide `image_size`.
         width: features of a token, divisible by 4.
-        depth: number of blocks without the middle one, even.
-        num_heads: attention heads; divides `width`.
+        depth: number of blocks, not counting the middle block. It must be even.
+        num_heads: number of attention heads, which must divide `width`.
         mlp_ratio: hidden width of an MLP, in units of `width`.
         qkv_bias: whether queries, keys and values have biases.
         mlp_time_embed: whether the sinusoids of the noise level pass through an MLP.
         final_conv: whether a 3x3 convolution ends the network.
         num_classes: short form of condition=Classes(num_classes).
-        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`; published
+        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`. Published
             models that never drop labels have Classes(num_classes, null_class=False).
-        gradient_checkpointing: store only the inputs of each block and compute its activations
-            again in the backward pass: less memory, about a third more time, the same gradients.
+        gradient_checkpointing: whether to store only the inputs of each block and compute its
+            activations again in the backward pass. This needs less memory and about a third more
+            time. The gradients are the same.
 
     Raises:
-        ValueError: for sizes that do not fit together.
+        ValueError: if sizes do not fit together.
 
     Example:
         >>> network = UViT(8, 1, 1, patch_size=2, width=32, depth=2, num_heads=2, num_classes=10)
@@ -163,7 +165,7 @@ class UViT(nn.Module):
         self._initialize_weights()
 
     def _initialize_weights(self) -> None:
-        """Linear maps and positions of standard deviation 0.02, biases 0, as in the repository."""
+        """Linear maps and positions with standard deviation 0.02, biases 0, as published."""
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -184,7 +186,7 @@ class UViT(nn.Module):
             (B, out_channels, image_size, image_size) in the dtype of the weights.
 
         Raises:
-            ValueError: for images of another size, or a condition of another kind.
+            ValueError: if the images have the wrong size, or the condition has the wrong kind.
         """
         check_image_size(x, self.image_size, "UViT")
         embedded = embed_condition(self.label_emb, condition, x, "UViT")
