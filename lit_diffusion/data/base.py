@@ -35,19 +35,21 @@ class ImageDataModule(LightningDataModule):
     """Base class of the data modules. A subclass describes its images and loads a split.
 
     The order of training batches is a function of (seed, epoch). An incomplete last batch is
-    dropped. A run that is resumed in the middle of an epoch continues there, even with another
-    batch size or number of processes. Validation and testing visit every image once, on any number
-    of processes. Prediction yields (seeds (B,), labels (B,)), both int64, of images to generate.
+    dropped. A run that is resumed in the middle of an epoch continues at that point, even with a
+    different batch size or number of processes. Validation and testing visit every image once, on
+    any number of processes. Prediction yields (seeds (B,), labels (B,)), both int64, for the images
+    to generate.
 
     Args:
         batch_size: images per batch and process, >= 1. Validation on several processes may use a
             slightly larger batch size (`even_batch_size`).
-        num_workers: DataLoader workers per process. None means 0 for data in memory. For files it
-            means the number of cores that the CPU affinity allows.
+        num_workers: DataLoader workers per process. None means 0 for data in memory. For files,
+            None means the number of cores that the CPU affinity allows.
         num_predict: number of images to generate in prediction, >= 1. Their seeds are 0, 1, and so
-            on. Seed s has label s mod num_classes, or -1 if there are no labels.
+            on. Seed s has the label `s % num_classes`, or -1 if there are no labels.
         seed: seed of the training order and augmentation. None means the run's seed
-            (`seed_everything`), or 0 if there is none. Splits and validation do not depend on it.
+            (`seed_everything`), or 0 if there is none. Splits and validation do not depend on
+            `seed`.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -109,7 +111,7 @@ class ImageDataModule(LightningDataModule):
         """Download or verify the files, or raise an error with the reason. Runs once per node."""
 
     def pending_setup(self) -> str | None:
-        """A clause that names what `check` will download or unpack; None if there is nothing."""
+        """A clause that names the files that `check` will download or unpack; None if none."""
         return None
 
     def default_workers(self) -> int:
@@ -212,7 +214,7 @@ class ImageDataModule(LightningDataModule):
         return torch.tensor(classes_of(seeds.tolist(), self.num_classes))
 
     def state_dict(self) -> dict[str, Any]:
-        """Images per batch over all processes (the unit of epoch progress), and class names."""
+        """Class names, and images per batch over all processes, the unit of epoch progress."""
         num_replicas, _ = self._replicas_and_rank()
         names = list(self.class_names)
         return {"images_of_a_batch": self.batch_size * num_replicas, "class_names": names}
@@ -261,10 +263,10 @@ def identity_collate(batch: Any) -> Any:
 def split_rows(
     split: Split, keys: Sequence[int] | Sequence[str], num_val: int, source: object
 ) -> Tensor:
-    """Split images: the `num_val` ones with the smallest hash `fold("held out", key)` are held out.
+    """Split images. The `num_val` images with the smallest `fold("held out", key)` are held out.
 
     Args:
-        split: "val" for the held-out images, else all others.
+        split: "val" for the held-out images. Any other value selects all other images.
         keys: one key per image, such as its index or name.
         num_val: number of images to hold out.
         source: origin of the images, for the error message.
@@ -273,7 +275,7 @@ def split_rows(
         (n,) int64, the sorted indices of the images in the split.
 
     Raises:
-        ValueError: unless 0 < `num_val` < the number of images.
+        ValueError: if `num_val` is not between 0 and the number of images, both excluded.
 
     Example:
         >>> val, train = (split_rows(split, range(10), 3, "a set") for split in ("val", "train"))

@@ -17,14 +17,14 @@ from lit_diffusion.files import check_regular
 class CIFAR10(ImageDataModule):
     """CIFAR-10: 50,000 training and 10,000 held-out colour images of 32x32 pixels, in ten classes.
 
-    Missing files are downloaded. If there is no network, put them into `root`. Every file is
+    Missing files are downloaded. If there is no network, put the files into `root`. Every file is
     checked against its published MD5 before it is opened.
 
     Args:
         root: folder of `cifar-10-batches-py` or `cifar-10-python.tar.gz`, to which missing files
             are downloaded.
-        flip: whether training images are flipped horizontally with probability 1/2, anew in every
-            epoch.
+        flip: whether to flip training images horizontally with probability 1/2. Flips differ
+            between epochs.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
@@ -53,7 +53,7 @@ class CIFAR10(ImageDataModule):
         self.flip = flip
 
     def check(self) -> None:
-        """Download missing files. Of several processes, one downloads and the others wait."""
+        """Download missing files. One process downloads while the others wait."""
         if not self._faults():
             return
         try:

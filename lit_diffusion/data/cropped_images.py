@@ -1,8 +1,8 @@
 """Square crops of images of any size, for the data modules that decode images.
 
-Crops are made as in the reference implementation of ADM. A box filter halves the image while its
-shorter side is at least twice the target. A bicubic filter then resizes it to the exact size. FID
-depends on this resize. As in the reference, EXIF orientation is ignored.
+Crops are computed as in the reference implementation of ADM. A box filter halves the image as long
+as its shorter side is at least twice the target. A bicubic filter then resizes the image to the
+exact size. FID depends on this resize. As in the reference, EXIF orientation is ignored.
 
 Source: guided_diffusion/image_datasets.py (`center_crop_arr`, `random_crop_arr`) of
 github.com/openai/guided-diffusion.
@@ -83,8 +83,8 @@ class Requirements:
         image_size: pixels on each side of a crop.
         channels: channels of the images.
         strict: whether an image must have the mode for `channels`, and at least `image_size` pixels
-            on its shorter side. If not, it may have any mode that converts without clipping.
-        full: whether files are decoded, which detects truncated files. If not, only headers are
+            on its shorter side. If False, it may have any mode that converts without clipping.
+        full: whether to decode files, which detects truncated files. If False, only headers are
             read.
     """
 
@@ -149,9 +149,10 @@ class CroppedImageDataModule(ImageDataModule):
     Args:
         image_size: pixels on each side of a crop, >= 1.
         channels: 1 (grey), 2 (grey with alpha), 3 (RGB) or 4 (RGB with alpha).
-        flip: whether training images are flipped horizontally with probability 1/2, anew in every
-            epoch.
-        random_crop: whether training crops are random, with at least 0.8 of the shorter side.
+        flip: whether to flip training images horizontally with probability 1/2. Flips differ
+            between epochs.
+        random_crop: whether training crops are random, with a side of at least 0.8 of the image's
+            shorter side.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
@@ -194,7 +195,7 @@ class CroppedImageDataModule(ImageDataModule):
     def default_workers(self) -> int:
         """Number of CPU cores for each process of this node, at most 16.
 
-        Under SLURM a process sees only its own cores. Elsewhere the processes of a node share the
+        Under SLURM, a process sees only its own cores. Otherwise, the processes of a node share the
         cores that they see.
         """
         is_shared = self.trainer is not None and not SLURMEnvironment.detect()

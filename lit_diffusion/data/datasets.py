@@ -23,10 +23,10 @@ position of each image in its split."""
 
 
 def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
-    """Compute independent random integers from a key; the k-th is uniform in [0, sizes[k]).
+    """Compute independent random integers from a key. Integer k is uniform in [0, sizes[k]).
 
-    They are the mixed-radix digits of a 63-bit hash of the key. The bias is below
-    prod(sizes) / 2^63.
+    The integers are the mixed-radix digits of a 63-bit hash of the key. The bias is below
+    `prod(sizes) / 2**63`.
 
     Example:
         >>> random_integers([10, 10], "crop", 5) == random_integers([10, 10], "crop", 5)
@@ -55,8 +55,8 @@ class ImageDataset(Dataset[Batch]):
     """Images of one split, by key.
 
     Attributes:
-        seed: seed of random augmentation; None disables augmentation. For example,
-            `dataclasses.replace(dataset, seed=0)` is the same data with augmentation.
+        seed: seed of random augmentation. None disables augmentation. For example,
+            `dataclasses.replace(dataset, seed=0)` returns the same data with augmentation.
     """
 
     seed: int | None = field(default=None, kw_only=True)
@@ -70,12 +70,12 @@ class ImageDataset(Dataset[Batch]):
         """Load the images at `index` of the split, each augmented as in its epoch."""
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        """The batch of these keys. DataLoader calls this method once per batch."""
+        """The batch with these keys. DataLoader calls this method once per batch."""
         size = len(self)
         return self.fetch([key // size for key in keys], [key % size for key in keys])
 
     def __getitem__(self, key: int) -> Batch:
-        """A batch of one image."""
+        """A batch with one image."""
         return self.__getitems__([key])
 
 
@@ -116,7 +116,7 @@ def take_part(data: TensorImages, part: tuple[int, int]) -> TensorImages:
     Parts with the same n and different k have no image in common.
 
     Raises:
-        ValueError: unless 0 <= k < n, with k below the number of images.
+        ValueError: if not 0 <= k < n, or if k is not below the number of images.
 
     Example:
         >>> data = TensorImages(torch.arange(5), torch.arange(5))

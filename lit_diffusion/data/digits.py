@@ -17,17 +17,17 @@ from lit_diffusion.seeding import fold
 class Digits(ImageDataModule):
     """1,797 handwritten digits of 8x8 pixels: 1,437 for training, and 360 held out (36 per class).
 
-    The 17 grey levels v = 0, ..., 16 become round(255 v / 16) in uint8.
+    The 17 grey levels v = 0, ..., 16 become `round(255 * v / 16)` in uint8.
 
     Args:
-        part: (k, n) trains on the training digits k, k + n, k + 2n, and so on.
+        part: pair (k, n). Training uses only the training digits k, k + n, k + 2n, and so on.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        ValueError: unless 0 <= k < n.
+        ValueError: if not 0 <= k < n.
 
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine
-    Learning Repository, 1998; its test part, as distributed with scikit-learn.
+    Learning Repository, 1998. The data are the test part, as distributed with scikit-learn.
 
     Example:
         >>> images, labels, index = next(iter(Digits(batch_size=4).val_dataloader()))
@@ -55,8 +55,8 @@ class Digits(ImageDataModule):
 def is_held_out(labels: Tensor) -> Tensor:
     """Compute which digits are held out, (N,) bool, from all labels (N,) of scikit-learn's file.
 
-    In each class, these are the 36 digits with the smallest hash `fold("digits held out", i)`,
-    where i is the index in the file.
+    In each class, the 36 digits with the smallest hash `fold("digits held out", i)` are held out.
+    Here, i is the index in the file.
     """
     mask = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
@@ -111,7 +111,7 @@ class DescribedDigits(Digits):
         return TensorImages(digits.images, self.condition_of(numbers))
 
     def condition_of(self, seeds: Tensor) -> Tensor:
-        """Words (B, 4) int64 for images to generate from seeds (B,), which cycle through all."""
+        """Words (B, 4) int64 for images to generate. Seeds (B,) cycle through all descriptions."""
         words = DigitWords().for_seeds(seeds.tolist())
         assert isinstance(words, Tensor)
         return words
@@ -142,14 +142,15 @@ def _terciles() -> tuple[Tensor, Tensor]:
 def measure_ink_and_slant(images: Tensor) -> tuple[Tensor, Tensor]:
     """Measure ink and slant of bright figures on black.
 
-    Let w be the pixel values, and r, c the row and column minus their means under w. Then ink is
-    mean(w), and slant is -sum(w r c) / sum(w r^2), in pixels to the right per pixel up.
+    Let w be the pixel values, and let r and c be the row and column minus their means under w. Then
+    ink is `mean(w)`. Slant is `-sum(w * r * c) / sum(w * r**2)`, in pixels to the right per pixel
+    up.
 
     Args:
         images: (N, 1, H, W) uint8.
 
     Returns:
-        (N,) float64 each. Ink is in [0, 1]. Slant is 0 if all ink is in one row.
+        Ink and slant, each (N,) float64. Ink is in [0, 1]. Slant is 0 if all ink is in one row.
 
     Example:
         >>> diagonal = 255 * torch.eye(4, dtype=torch.uint8)[None, None]

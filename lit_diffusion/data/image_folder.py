@@ -1,8 +1,8 @@
 """Folders of image files, and ImageNet. Unusable files are reported before training starts.
 
-The check decodes every file, which takes minutes for ImageNet. Therefore the check of a folder that
-passed is remembered, in a cache outside the folder, by a digest of the files' names, sizes and
-modification times.
+The check decodes every file, which takes minutes for ImageNet. If a folder passes the check, a
+cache outside the folder therefore stores a digest of the files' names, sizes and modification
+times. The check is skipped as long as the digest is the same.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The image files of a folder; files and subfolders are sorted by name."""
+    """The image files of a folder. Files and subfolders are sorted by name."""
 
     root: Path
     names: NDArray[np.bytes_]  # (N,) relative paths; workers would copy a list of str
@@ -75,7 +75,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
 
     Args:
         root: the folder.
-        classes: names of the class folders, in the order of their labels; empty if the images are
+        classes: names of the class folders, in the order of their labels. Empty if the images are
             in `root` itself.
 
     Raises:
@@ -201,11 +201,11 @@ class ImageFileDataModule(CroppedImageDataModule):
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
-        full_check: whether the check decodes the files, which detects truncated files. If not, only
-            their headers are read.
+        full_check: whether the check decodes the files, which detects truncated files. If False,
+            only their headers are read.
         cache_dir: folder with markers of the folders that passed the check. None means
             `lit-diffusion` in $XDG_CACHE_HOME or ~/.cache.
-        **options: options of `CroppedImageDataModule`: channels, flip, random_crop, and those of
+        **options: options of `CroppedImageDataModule` (channels, flip, random_crop) and options of
             `ImageDataModule`.
     """
 
@@ -234,7 +234,7 @@ class ImageFileDataModule(CroppedImageDataModule):
         return list_class_folders(self.folder("train"))
 
     def check(self) -> None:
-        """Raise ValueError if files cannot be used; the message names them."""
+        """Raise ValueError if files cannot be used. The message names them."""
         requirements = Requirements(self.image_size, self.channels, self.strict, self.full_check)
         for folder in sorted({self.folder("train"), self.folder("val")}):
             check_images(self._listing(folder), requirements, self.cache, self.default_workers())
@@ -264,17 +264,17 @@ class ImageFileDataModule(CroppedImageDataModule):
 class ImageFolder(ImageFileDataModule):
     """Your own images: class folders such as `cats/1.png` and `dogs/2.png`, or one flat folder.
 
-    Labels are numbered in the order of the class folders' names. Files of a flat folder have label
-    -1.
+    Labels are numbered in the order of the class folders' names. Files in a flat folder have the
+    label -1.
 
     Args:
         train: folder of the training images.
         val: folder of the held-out images, with the same class folders. It can also be the number
-            of training images to hold out, which are those with the smallest hash
+            of training images to hold out. Held out are then the images with the smallest hash
             `fold("held out", name)` of their names.
         image_size: pixels on each side of a crop, >= 1.
-        strict: whether images of another mode, or smaller than `image_size`, raise an error. If
-            not, they are converted and enlarged. Alpha is dropped if `channels` has none.
+        strict: whether images with a different mode, or smaller than `image_size`, raise an error.
+            If False, they are converted and enlarged. Alpha is dropped if `channels` has none.
         **options: options of `ImageFileDataModule`: full_check, cache_dir; channels, flip,
             random_crop; batch_size, num_workers, num_predict, seed.
 

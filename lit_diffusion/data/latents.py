@@ -1,8 +1,9 @@
 """Latents written by `lit-diffusion encode`: shards as safetensors files, and an index.
 
-A shard has `moments` (n, 2C, h, w) float16, the unscaled mean and log-variance of each image's VAE
-posterior, and `labels` (n,) int64. Its header has a digest of the images, the VAE and the settings.
-In decoded pixels, the error of float16 is smaller than that of rounding to 8 bits.
+A shard has `moments` (n, 2C, h, w) float16 and `labels` (n,) int64. The moments are the unscaled
+mean and log-variance of each image's VAE posterior. The header of a shard has a digest of the
+images, the VAE and the settings. In decoded pixels, the error of float16 is smaller than the error
+of rounding to 8 bits.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ class LatentIndex:
         num: number of images.
         image_shape: (C, H, W) of each image, in pixels.
         classes: names of the labels.
-        shard_size: images in a shard; the last shard has the rest.
+        shard_size: number of images in a shard. The last shard has the rest.
         vae: name of the VAE's folder.
         vae_sha256: SHA-256 of the VAE's weights.
         images: fingerprint of the folder of images.
@@ -57,8 +58,8 @@ class LatentIndex:
         """Read the index of a folder.
 
         Raises:
-            FileNotFoundError: if there is none.
-            ValueError: if the file is not an index, or has numbers that no folder has.
+            FileNotFoundError: if there is no index.
+            ValueError: if the file is not an index, or has impossible numbers.
         """
         path = folder / INDEX
         if not path.exists():
@@ -81,7 +82,7 @@ class LatentIndex:
             return index
 
     def write(self, folder: Path) -> None:
-        """Write or replace the index. All processes may call this; they write the same content."""
+        """Write or replace the index. All processes may call this, and write the same content."""
         atomic_write_text(folder / INDEX, f"{json.dumps(asdict(self), indent=1)}\n", shared=True)
 
     def shards(self) -> list[tuple[str, range, bool]]:
@@ -93,7 +94,7 @@ class LatentIndex:
         ]
 
     def missing_shards(self, folder: Path) -> list[tuple[str, range, bool]]:
-        """List the shards that are missing, truncated, or of other images or another VAE."""
+        """List the shards that are missing, truncated, or from other images or another VAE."""
         missing = []
         for shard in self.shards():
             path, digest = folder / shard[0], None
@@ -136,7 +137,7 @@ class ShardedLatents(ImageDataset):
     """Dataset of moments (B, 2C, h, w) float16 in place of images.
 
     If the folder has flips and a seed is set, the moments of the mirrored image are used with
-    probability 1/2, anew in every epoch.
+    probability 1/2. The choice differs between epochs.
     """
 
     folder: Path
@@ -163,12 +164,13 @@ class Latents(ImageDataModule):
     """Latents of images, written by `lit-diffusion encode`, for a module with a `VAECodec`.
 
     Files are memory-mapped and read row by row. If the folder has flips, training images are
-    mirrored with probability 1/2, anew in every epoch.
+    mirrored with probability 1/2. The choice differs between epochs.
 
     Args:
         train: folder of latents.
         val: folder of held-out latents from the same VAE. It can also be the number of images in
-            `train` to hold out, which are those with the smallest hash `fold("held out", index)`.
+            `train` to hold out. Held out are then the images with the smallest hash
+            `fold("held out", index)`.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
@@ -203,7 +205,7 @@ class Latents(ImageDataModule):
 
     @property
     def vae_sha256(self) -> str:
-        """SHA-256 of the VAE weights, which must equal that of the module's codec."""
+        """SHA-256 of the VAE weights, which must equal the SHA-256 in the module's codec."""
         return self._indices[self.train].vae_sha256
 
     def check(self) -> None:

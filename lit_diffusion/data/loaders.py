@@ -17,13 +17,13 @@ from lit_diffusion.seeding import fold
 class ShuffledSampler(DistributedSampler[Any]):
     """Sampler that shuffles by (seed, epoch), and yields keys `epoch * N + index`.
 
-    N is the length of the dataset and R is `num_replicas`. All ranks share one order, in which rank
-    r gets the positions r, r + R, and so on. Therefore step k of an epoch has the same images on
-    one process with batch size B * R as on R processes with batch size B. Each rank gets
-    floor(N / R) images. Up to R - 1 images are dropped, different ones in every epoch.
+    N is the length of the dataset, and R is `num_replicas`. All ranks share one order, in which
+    rank r gets the positions r, r + R, and so on. Therefore, step k of an epoch has the same images
+    on one process with batch size `B * R` as on R processes with batch size B. Each rank gets
+    `floor(N / R)` images. Up to R - 1 images are dropped. The dropped images differ between epochs.
 
-    It is a DistributedSampler because the Trainer leaves such a sampler unchanged. The Trainer
-    would replace any other sampler by one that repeats images, or that shards a second time.
+    The class is a DistributedSampler because the Trainer leaves such a sampler unchanged. The
+    Trainer would replace any other sampler with one that repeats images or shards a second time.
 
     Example:
         >>> sampler = ShuffledSampler(range(4), seed=0)
@@ -51,8 +51,8 @@ class ShuffledSampler(DistributedSampler[Any]):
 def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
     """Smallest batch size >= `batch_size` with which all processes have the same number of batches.
 
-    If no image is repeated, the number of images differs by up to one between processes, so some
-    processes may need one more batch. With a sharded model (FSDP) this would make them hang,
+    If no image is repeated, the number of images differs by up to one between processes. Some
+    processes may then need one more batch. With a sharded model (FSDP), these processes would hang,
     because every forward pass communicates.
 
     Raises:
@@ -77,8 +77,8 @@ class ResumableLoader(DataLoader[Any]):
     """DataLoader that skips the batches of an epoch that were trained on before a resume.
 
     A resumed Trainer knows the number of these batches, but an ordinary loader would start the
-    epoch again. This loader asks for the number when the first batch of an epoch is requested,
-    because Lightning creates iterators before it restores its loops.
+    epoch again. This loader reads the number when the first batch of an epoch is requested, because
+    Lightning creates iterators before it restores its loops.
 
     Args:
         dataset: dataset of a DataLoader.
@@ -112,7 +112,7 @@ class ResumableLoader(DataLoader[Any]):
         yield from islice(super().__iter__(), num_skipped, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {}; the Trainer sees by this method that the loader is resumable."""
+        """Return {}. Because this method exists, the Trainer treats the loader as resumable."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -125,11 +125,11 @@ def batches_done_in_epoch(trainer: Trainer) -> int:
 
 
 def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches: int) -> None:
-    """Convert the batch count of an interrupted epoch to another batch size, on resume.
+    """Convert the batch count of an interrupted epoch to a different batch size, on resume.
 
-    The epoch continues after the images that it has already used. If these are not a whole number
-    of optimizer steps of the new size, the epoch continues after the last whole step, and a warning
-    says that some images are repeated.
+    The epoch continues after the images that it has already used. If these images are not a whole
+    number of optimizer steps with the new size, the epoch continues after the last whole step. A
+    warning then says that some images are repeated.
 
     Args:
         trainer: Trainer that is about to restore its loops.

@@ -15,7 +15,7 @@ from lit_diffusion.data.datasets import TensorImages, take_part
 class MNIST(ImageDataModule):
     """MNIST: 60,000 training and 10,000 held-out grey digits of 28x28 pixels.
 
-    Missing files are downloaded. If there is no network, put them into `root`.
+    Missing files are downloaded. If there is no network, put the files into `root`.
 
     Args:
         root: folder of `MNIST/raw/train-images-idx3-ubyte` and the other files, to which missing
@@ -107,7 +107,7 @@ class MNIST(ImageDataModule):
 class FashionMNIST(MNIST):
     """FashionMNIST: 60,000 training and 10,000 held-out grey images of clothes, 28x28 pixels.
 
-    Missing files are downloaded. If there is no network, put them into `root`.
+    Missing files are downloaded. If there is no network, put the files into `root`.
 
     Args:
         root: folder of `FashionMNIST/raw/train-images-idx3-ubyte` and the other files, to which

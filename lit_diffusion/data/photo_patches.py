@@ -1,4 +1,4 @@
-"""Colour crops of the two photographs that ship with scikit-learn; nothing is downloaded."""
+"""Colour crops of the two photographs that ship with scikit-learn. Nothing is downloaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ TRAIN_ROWS = 284
 class RandomPatches(ImageDataset):
     """Random 32x32 crops of photos. The label of a crop is the index of its photo.
 
-    Crop positions change with the epoch. If there is no seed, they are the same in every run.
+    Crop positions change with the epoch. Without a seed, they are the same in every run.
 
     Example:
         >>> photos = torch.zeros(2, 3, 40, 40, dtype=torch.uint8)
@@ -37,7 +37,7 @@ class RandomPatches(ImageDataset):
         return self.count
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the crops at `index`, each at its position in its epoch."""
+        """Load the crops at `index`. The position of each crop depends on its epoch."""
         windows = self.photos.unfold(2, SIZE, 1).unfold(3, SIZE, 1)  # a view (P, C, Y, X, 32, 32)
         num_photos, _, num_rows, num_columns = windows.shape[:4]
         sizes = [num_photos, num_rows, num_columns]

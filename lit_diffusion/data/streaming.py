@@ -1,8 +1,8 @@
 """Image sets that are too large for the local disk, in litdata's chunks in a bucket or folder.
 
-Only litdata's reader of single samples is used. It makes two range requests to a bucket, or reads a
-memory-mapped file in a folder. litdata's loader is not used, because it could resume only with the
-same number of workers and ranks.
+This file uses only litdata's reader of single samples. For each sample, the reader makes two range
+requests to a bucket, or reads a memory-mapped file in a folder. This file does not use litdata's
+loader, because that loader could resume only with the same number of workers and ranks.
 """
 
 import hashlib
@@ -144,31 +144,32 @@ class StreamedDataset(CroppedImages):
 class StreamedImages(CroppedImageDataModule):
     """Your own images in litdata's chunks, in a bucket or a mounted folder.
 
-    Of a set in a bucket, only the index is downloaded to the disk. Each image takes two requests,
-    so throughput grows with `num_workers`, which may exceed the number of cores. The first image of
-    each set is checked at the start, and the others when they are read.
+    If the set is in a bucket, only the index is downloaded to the disk. Each image takes two
+    requests, so throughput grows with `num_workers`, which may exceed the number of cores. The
+    first image of each set is checked at the start. Other images are checked when they are read.
 
     Args:
         train: s3://BUCKET/PATH or gs://BUCKET/PATH of the training set, or a folder. Samples are
             dictionaries with an image (the bytes of an image file, a Pillow image, or a tensor
             (C, H, W) uint8) and optionally a label.
         val: URL or folder of the held-out set. It can also be the number of samples in `train` to
-            hold out, which are those with the smallest hash `fold("held out", index)`. The hash is
-            computed for all samples.
+            hold out. Held out are then the samples with the smallest hash
+            `fold("held out", index)`, which is computed for all samples.
         image_size: pixels on each side of a crop, >= 1.
         num_classes: number of classes. Labels are integers in [0, num_classes). None ignores
             labels.
         image: key of the image in a sample.
         label: key of the label in a sample.
-        strict: whether images of another mode, or smaller than `image_size`, raise an error. If
-            not, they are converted and enlarged.
+        strict: whether images with a different mode, or smaller than `image_size`, raise an error.
+            If False, they are converted and enlarged.
         **options: options of `CroppedImageDataModule`: channels, flip, random_crop; batch_size,
             num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: if a folder holds no set, or chunks are missing or truncated.
         ModuleNotFoundError: if litdata is not installed.
-        ValueError: if a set has other keys or images, is compressed, or could run code when read.
+        ValueError: if a set has wrong keys or images, is compressed, or could run code when it is
+            read.
 
     Example:
         >>> data = StreamedImages("s3://bucket/train", val=1000, image_size=64, num_workers=32)
@@ -200,7 +201,7 @@ class StreamedImages(CroppedImageDataModule):
         return tuple(map(str, range(self.fields.num_classes or 0)))
 
     def check(self) -> None:
-        """Open the sets and read the first image of each."""
+        """Open the sets, and read the first image of each set."""
         for split in ("train", "val"):
             url = self._url(split)
             sizes = open_set(url, os.getpid()).sizes
@@ -257,8 +258,8 @@ def _normalize_url(url: str) -> str:
 def open_set(url: str, process: int) -> ChunkedSet:
     """Open the set at `url`, once per process.
 
-    Processes cannot share connections and mapped files. The argument `process` is the process id,
-    so that a forked process opens the set again.
+    Processes cannot share connections and mapped files. The argument `process` is the process id.
+    With it, a forked process opens the set again.
 
     Raises:
         FileNotFoundError: if a folder holds no set.
@@ -305,7 +306,7 @@ def open_set(url: str, process: int) -> ChunkedSet:
 def find_unsafe(
     formats: Sequence[str], spec: dict[str, Any], filenames: Iterable[str]
 ) -> str | None:
-    """Name, in a phrase, what makes it unsafe to read samples of a set; None for plain data.
+    """Describe in a phrase why reading samples of a set is unsafe. None for plain data.
 
     Args:
         formats: litdata formats of the values in a sample, from the index.

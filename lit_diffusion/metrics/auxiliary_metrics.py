@@ -1,8 +1,8 @@
 """Auxiliary metrics of the samples of an FID, stored under the record key "second_look".
 
-A method that was tuned on one FID may be better by this FID only. Therefore the same samples are
-also scored with the features of other extractors and against held-out images. They are compared
-with the training images to detect copies.
+A method that was tuned on one FID may be better by this FID only. Therefore, the same samples are
+also scored with the features of other extractors and against held-out images. To detect copies, the
+samples are also compared with the training images.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,8 @@ class FeatureComparison:
         scorer: extractor of the features.
         reference: statistics of the real images.
         real_features: (N, F) features of up to `MAX_NEIGHBORS` real images, for precision and
-            recall. None if these are not measured, and on all processes except the first.
+            recall. None if precision and recall are not measured, and on all processes except the
+            first.
     """
 
     name: str
@@ -61,9 +62,9 @@ class AuxiliaryMetrics:
     Attributes:
         comparisons: the distances to measure. The first is the FID.
         memorization: the features (N, F) of the training images, and the median distance from a
-            held-out image to its nearest training image. About half of new samples, and all copies,
-            are within this distance. None if the data do not have two splits, and on all processes
-            except the first.
+            held-out image to its nearest training image. About half of all new samples and all
+            copies are within this distance of a training image. None if the data do not have two
+            splits, and on all processes except the first.
         num_samples: number of samples in an evaluation.
     """
 
@@ -80,7 +81,7 @@ class MetricAccumulator:
     """Accumulates features of the samples of one evaluation.
 
     Process r of R adds the samples r, r + R, and so on, in this order. `compute` combines the
-    processes.
+    samples of all processes.
     """
 
     def __init__(self, metrics: AuxiliaryMetrics) -> None:
@@ -98,7 +99,7 @@ class MetricAccumulator:
                 distance.add_real_sums(each.reference.sums)
 
     def add(self, images: Tensor) -> Tensor:
-        """Add samples uint8 (N, C, H, W). Returns their features (N, F) by the FID's extractor."""
+        """Add samples uint8 (N, C, H, W), and return their features (N, F) for the FID."""
         numbers = range(self._next, self._next + len(images) * self._stride, self._stride)
         self._next = numbers.stop
         in_subset = torch.tensor([i in self._subset for i in numbers], dtype=torch.bool)
@@ -143,7 +144,8 @@ def build_auxiliary_metrics(
 ) -> AuxiliaryMetrics:
     """Measure the real images with which the auxiliary metrics compare samples. Collective.
 
-    If the reference is the training images, the distance to held-out images is added.
+    If the reference is the training images, the metrics also include the distance to held-out
+    images.
 
     Args:
         fid: the FID.

@@ -1,4 +1,4 @@
-"""Records of evaluations: an FID with its full protocol, training images so far, and duration."""
+"""Records of evaluations: an FID with its full FID protocol, training images, and duration."""
 
 import json
 import math
@@ -27,7 +27,7 @@ _RESULT_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
-    """One evaluation with its full protocol, as plain builtins: a line of evaluations.jsonl.
+    """One evaluation with its full FID protocol, as plain builtins: a line of evaluations.jsonl.
 
     Attributes:
         metric: logged name, which ends in the number of samples.
@@ -43,10 +43,10 @@ class FIDRecord:
         resize: description of how images are resized before the extractor.
         weights: name of the weights that generated the samples, such as "ema" or "raw".
         ema_decay: decay of the average per optimizer step; None if there is no single decay.
-        seeds: first seed (0 except in repeats), and one past the last.
-        labels: rule by which labels follow from seeds; None for unconditional sampling.
+        seeds: first seed (0 except in repeats), and the last seed plus one.
+        labels: rule that maps seeds to labels; None for unconditional sampling.
         sampling: solver, steps, guidance and other settings from `module.sampling_record()`.
-        floor: FID of real images in place of samples, mean over draws.
+        floor: FID of real images in place of samples, averaged over draws.
         floor_sd: standard deviation of the floor over draws; None for a single draw.
         floor_images: description of the real images that the floor uses.
         non_finite: number of samples that are NaN or infinite.
@@ -81,9 +81,10 @@ class FIDRecord:
 
 
 def is_repeat(record: Mapping[str, Any]) -> bool:
-    """Whether a line of evaluations.jsonl evaluates a step again, with other samples.
+    """Whether a line of evaluations.jsonl evaluates a step again, with different samples.
 
-    Such a line measures how much the FID depends on the samples. It is not a point of the curve.
+    Such a line measures how much the FID depends on the samples. It is not a point of the FID
+    curve.
 
     Example:
         >>> is_repeat({"seeds": [360, 720]})
@@ -103,10 +104,10 @@ def finite_or_none(value: float) -> float | None:
 
 
 def write_evaluation(path: Path, record: FIDRecord) -> None:
-    """Write a line of evaluations.jsonl, in place of lines with the same step and protocol.
+    """Write a line of evaluations.jsonl, in place of lines with the same step and FID protocol.
 
-    Such lines exist if a run has resumed before this step and evaluates it again. If `images` is
-    None, as in evaluations outside a fit, the value of the replaced line is used.
+    Such lines exist if a run has resumed before this step and evaluates the step again. If `images`
+    is None, as in evaluations outside a fit, the new line uses the value from the replaced line.
 
     Raises:
         ValueError: if the existing file is not JSON lines.
@@ -136,7 +137,7 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 class ImageCount(NamedTuple):
     """Counts training images over all processes, including resumes that change the batch size.
 
-    After `batches` batches per process the count was `images`. Every later batch adds `per_batch`
+    After `batches` batches per process, the count was `images`. Every later batch adds `per_batch`
     images over all processes. None means that a number is unknown.
 
     Example:
@@ -166,7 +167,7 @@ class ImageCount(NamedTuple):
 
 
 def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> ImageCount:
-    """Return the count at the start of a fit, which continues `previous`, that of a checkpoint.
+    """Return the count at the start of a fit. It continues `previous`, a checkpoint's count.
 
     If `previous` is None, batches before a resume are assumed to have the current batch size.
     """
@@ -180,7 +181,7 @@ def parse_image_count(state: Any) -> ImageCount | None:
     """Parse the count in a checkpoint: a list of three numbers, or None.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: if the value is neither.
 
     Example:
         >>> parse_image_count([1000, 10, 64])

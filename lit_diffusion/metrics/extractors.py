@@ -1,6 +1,6 @@
 """FID protocols: the feature extractor, its weights, and how images are resized.
 
-Two FIDs are comparable only under the same protocol and with the same numbers of images.
+Two FIDs are comparable only if they have the same FID protocol and the same numbers of images.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ GRID = 8
 
 @runtime_checkable
 class FIDProtocol(Protocol):
-    """A named feature extractor.
+    """An FID protocol: a named feature extractor.
 
     Example:
         >>> isinstance(Pixels(channels=3), FIDProtocol)
@@ -48,7 +48,7 @@ class FIDProtocol(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the protocol."""
+        """Name of the FID protocol."""
 
     @property
     def channels(self) -> int:
@@ -60,34 +60,34 @@ class FIDProtocol(Protocol):
 
     @property
     def resize(self) -> str:
-        """How images are resized before they are scored, in words."""
+        """Description of how images are resized before they are scored."""
 
     def check(self) -> None:
-        """Raise an error if the weights are missing or corrupt; must be fast."""
+        """Raise an error if the weights are missing or corrupt. This method must be fast."""
 
     def build(self) -> nn.Module:
         """Build a module in eval mode that maps uint8 (N, channels, H, W) to features (N, F).
 
-        Its attribute `num_features` is F. Only the inception score needs a method
-        `logits(features)` that returns (N, classes).
+        The module's attribute `num_features` is F. For the inception score, the module also needs a
+        method `logits(features)` that returns (N, classes).
         """
 
 
 @dataclass(frozen=True)
 class InceptionV3Compat:
-    """Protocol of published FIDs, as in torch-fidelity and the original TensorFlow code.
+    """FID protocol of published FIDs, as in torch-fidelity and the original TensorFlow code.
 
     It uses the 2048 pooled features of Inception-v3 of 2015-12-05. Images are resized to 299x299 as
-    in TensorFlow 1: bilinear, without antialiasing. This equals
-    `FrechetInceptionDistance(antialias=False)` of torchmetrics. The default of torchmetrics is
-    antialiased, and is not comparable with published numbers.
+    in TensorFlow 1, which is bilinear and without antialiasing. This equals torchmetrics'
+    `FrechetInceptionDistance(antialias=False)`. By default, torchmetrics uses antialiasing, and its
+    FIDs are then not comparable with published FIDs.
 
     Args:
         weights_path: weight file; None means torch-fidelity's file in the cache of `torch.hub`.
         sha256: SHA-256 of the weight file.
 
-    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4. The network and the resize are those
-    of torch-fidelity.
+    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4. The network and the resize are the
+    same as in torch-fidelity.
 
     Example:
         >>> InceptionV3Compat().name
@@ -102,7 +102,7 @@ class InceptionV3Compat:
     resize = "299x299, bilinear as in TensorFlow 1, not antialiased"
 
     def check(self) -> None:
-        """Raise if the weight file is missing or has another hash."""
+        """Raise an error if the weight file is missing or has a different hash."""
         require_sha256(self._path(), self.sha256, FETCH_HINT)
 
     def build(self) -> nn.Module:
@@ -155,7 +155,7 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
 
     Raises:
         ConnectionError: if `url` cannot be reached.
-        ValueError: if the existing or the downloaded file has another hash.
+        ValueError: if the existing or the downloaded file has a different hash.
 
     Example:
         >>> path = fetch_weights()  # doctest: +SKIP
@@ -183,7 +183,7 @@ def require_sha256(path: Path, sha256: str, remedy: str) -> None:
     Args:
         path: the file.
         sha256: expected hash, 64 hex digits.
-        remedy: advice for the end of the message.
+        remedy: advice with which the message ends.
     """
     if not path.exists():
         raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
@@ -197,7 +197,7 @@ def require_sha256(path: Path, sha256: str, remedy: str) -> None:
 
 
 class _SmallCNN:
-    """Base class of protocols whose extractor is a `SmallClassifier` in a safetensors file."""
+    """Base class of FID protocols whose extractor is a `SmallClassifier` in a safetensors file."""
 
     name: str
     path: Path
@@ -208,7 +208,7 @@ class _SmallCNN:
     remedy: str
 
     def check(self) -> None:
-        """Raise if the weight file is missing or has another hash."""
+        """Raise an error if the weight file is missing or has a different hash."""
         require_sha256(self.path, self.sha256, self.remedy)
 
     def build(self) -> nn.Module:
@@ -224,18 +224,19 @@ def _shipped_classifiers() -> dict[str, dict[str, Any]]:
 
 
 class EmbeddedCNN(_SmallCNN):
-    """A small classifier that ships with the package, for images unlike those of Inception.
+    """FID protocol with a small classifier that ships with the package.
 
-    `digits-cnn` is for 8x8 grey digits, and `patches-cnn` for 32x32 colour crops of photographs.
-    Both have 64 features, so a few hundred images are enough. They were trained on the training
-    split of these data alone, by tests/benchmarks/train_classifiers.py of commit 4282dab. Such an
-    FID is comparable only with FIDs of the same protocol, never with published FIDs.
+    Use it for images unlike the images on which Inception was trained. The classifier `digits-cnn`
+    is for 8x8 grey digits, and `patches-cnn` is for 32x32 colour crops of photographs. Both have 64
+    features, so a few hundred images are enough. They were trained on the training split of these
+    data alone, with tests/benchmarks/train_classifiers.py of commit 4282dab. The resulting FIDs are
+    comparable only with FIDs of the same FID protocol, never with published FIDs.
 
     Args:
         name: "digits-cnn" or "patches-cnn".
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: if the name is unknown.
 
     Example:
         >>> protocol = EmbeddedCNN("digits-cnn")
@@ -257,17 +258,17 @@ class EmbeddedCNN(_SmallCNN):
 
 
 class TrainedCNN(_SmallCNN):
-    """A small network that `lit-diffusion train-extractor` has trained on your own images.
+    """FID protocol with a network that `lit-diffusion train-extractor` trained on your images.
 
-    The protocol's name ends in the first 8 digits of the file's SHA-256, so it is unique to the
-    weights. Such FIDs are comparable only for the same data and weights.
+    The protocol's name ends in the first 8 digits of the file's SHA-256, so the name is unique to
+    the weights. The resulting FIDs are comparable only for the same data and weights.
 
     Args:
         path: file that the command has written.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is of another kind.
+        ValueError: if the file is not an extractor.
 
     Example:
         >>> protocol = TrainedCNN("extractor.safetensors")  # doctest: +SKIP
@@ -300,7 +301,7 @@ class TrainedCNN(_SmallCNN):
 
 @dataclass(frozen=True)
 class Pixels:
-    """Protocol whose features are pixels: the means over an 8x8 grid, in [-1, 1].
+    """FID protocol whose features are pixels, averaged over an 8x8 grid, in [-1, 1].
 
     Example:
         >>> Pixels(channels=1).build()(torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).shape
@@ -336,7 +337,7 @@ class _PixelGrid(nn.Module):
 
 @dataclass(frozen=True)
 class RandomCNN:
-    """Protocol whose features are those of a small convolutional network with fixed random weights.
+    """FID protocol with the features of a small convolutional network with fixed random weights.
 
     Example:
         >>> RandomCNN(channels=3).build()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape
@@ -380,10 +381,10 @@ class _RandomClassifier(SmallClassifier):
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
-    """Return the protocol with this name, or that of a .safetensors file of `train-extractor`.
+    """Return the FID protocol with this name, or of a .safetensors file from `train-extractor`.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such FID protocol.
 
     Example:
         >>> protocol_by_name("digits-cnn").channels
@@ -409,7 +410,7 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
     a grey PNG was read as RGB.
 
     Raises:
-        ValueError: for other conversions.
+        ValueError: if another conversion would be needed.
 
     Example:
         >>> match_channels(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), channels=3).shape

@@ -12,13 +12,14 @@ REAL_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_sa
 
 
 class FrechetDistance(FrechetInceptionDistance):
-    """Frechet distance of batches of features, accumulated in float64 and over processes.
+    """Frechet distance between fake and real features, accumulated in float64 and over processes.
 
-    The distance is |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2)) for the means mu and the
-    covariances S of the fake and the real features. torchmetrics accumulates the features. This
-    class computes the trace of the square root itself, because torchmetrics' method does not
-    converge for some rank-deficient covariances. `compute()` is collective. It returns a float64
-    scalar >= 0, or NaN if any feature is not finite.
+    The distance is `|mu_1 - mu_2|**2 + tr(S_1 + S_2 - 2 * (S_1 @ S_2)**(1/2))`, with the means mu
+    and the covariances S of the fake and the real features. The base class from torchmetrics
+    accumulates the features. This class computes the trace of the square root itself, because
+    torchmetrics' method does not converge for some rank-deficient covariances. The method
+    `compute()` is collective. It returns a float64 scalar >= 0, or NaN if any feature is not
+    finite.
 
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
     Nash Equilibrium", Eq. 6.
@@ -46,7 +47,7 @@ class FrechetDistance(FrechetInceptionDistance):
         """The distance, a float64 scalar.
 
         Raises:
-            RuntimeError: for fewer than two images of either kind.
+            RuntimeError: if there are fewer than two images of either kind.
         """
         sums = (self.fake_features_cov_sum, self.real_features_cov_sum)
         if not all(bool(total.isfinite().all()) for total in sums):
@@ -77,7 +78,7 @@ class FrechetDistance(FrechetInceptionDistance):
             return {name: getattr(self, name).cpu().clone() for name in REAL_SUMS}
 
     def add_real_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Add sums from `real_sums`. Call it on one process only: `compute` sums over processes."""
+        """Add sums from `real_sums`. Only one process may call this, because `compute` adds."""
         for name in REAL_SUMS:
             setattr(self, name, getattr(self, name) + sums[name].to(self.device))
 

@@ -12,7 +12,7 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
     """Peak signal-to-noise ratio of pairs of images uint8 (N, C, H, W), in dB.
 
     Returns:
-        (N,), at most `MAX_PSNR`.
+        PSNR (N,), at most `MAX_PSNR`.
 
     Example:
         >>> black = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
@@ -31,7 +31,7 @@ def pairwise_psnr(a: Tensor, b: Tensor) -> Tensor:
     """Peak signal-to-noise ratio of all pairs of N and M images uint8 (C, H, W), in dB.
 
     Returns:
-        (N, M), at most `MAX_PSNR`.
+        PSNR (N, M), at most `MAX_PSNR`.
 
     Example:
         >>> images = torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8)
@@ -48,7 +48,7 @@ def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[
 
     Args:
         images: (N, ...).
-        bank: (M, ...), processed in chunks.
+        bank: (M, ...) images to search, which are processed in chunks.
         chunk: number of images in a chunk.
 
     Returns:

@@ -34,12 +34,12 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
 
     Args:
         batch: batch of any loader.
-        key: where the images are: an index, a key, or a function of the batch. None uses the batch
-            itself, its first part, or the one image tensor of a dictionary.
+        key: how to find the images: an index, a key, or a function of the batch. None uses the
+            batch itself, its first part, or the one image tensor of a dictionary.
         ndim: required number of dimensions; None allows any.
 
     Raises:
-        TypeError: if there are no such images. The message explains how to pass their key.
+        TypeError: if there are no such images. The message explains how to pass `key`.
 
     Example:
         >>> select_images({"image": torch.zeros(2, 3, 8, 8), "name": ["a", "b"]}).shape
@@ -66,11 +66,11 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
 
     Args:
         batch: batch of any loader.
-        key: where the images are: an index, a key, or a function of the batch; None as in
-            `select_images`.
+        key: how to find the images: an index, a key, or a function of the batch. None has the same
+            meaning as in `select_images`.
 
     Raises:
-        TypeError: for other values. The message suggests a conversion.
+        TypeError: if the values are different. The message suggests a conversion.
 
     Example:
         >>> to_uint8([torch.tensor([-1.0, 0.6, 1.0]).view(1, 1, 1, 3)]).flatten().tolist()
@@ -123,7 +123,7 @@ def read_image(path: Path) -> Tensor:
     """Read a grey or RGB file, with or without alpha, as uint8 (C, H, W).
 
     Raises:
-        ValueError: if the file cannot be read, or has another mode, such as a palette.
+        ValueError: if the file cannot be read, or has an unsupported mode, such as a palette.
 
     Example:
         >>> read_image(Path("cat.png")).shape  # doctest: +SKIP
@@ -146,8 +146,8 @@ class FolderImages(Dataset[Tensor]):
     must have the same shape. Files named in `OVERVIEWS` are ignored.
 
     Raises:
-        ValueError: if there are no images. When an item is read, if its file is unreadable or has
-            another shape.
+        ValueError: if there are no images. When an item is read, also if its file is unreadable or
+            has a different shape.
 
     Example:
         >>> FolderImages("samples")[0].shape  # doctest: +SKIP
@@ -180,7 +180,7 @@ def open_images(path: str | Path) -> Dataset[Any]:
     guided-diffusion publishes samples and reference images in this .npz format.
 
     Raises:
-        ValueError: if `path` is neither, or has other content.
+        ValueError: if `path` is neither, or has unsupported content.
 
     Example:
         >>> len(open_images("samples"))  # doctest: +SKIP
@@ -229,9 +229,9 @@ class ImageSet:
     ) -> Iterator[tuple[Tensor, list[int]]]:
         """Yield images uint8 (N, C, H, W) and their N labels, in the order of `index` (None: all).
 
-        If a batch is a tuple or list, labels are its second item. If it is a dictionary, they are
-        the value of the first of `LABEL_KEYS` in it. If this is no integer tensor (N,), all labels
-        are -1.
+        If a batch is a tuple or list, the labels are its second item. If it is a dictionary, the
+        labels are the value of the first of `LABEL_KEYS` that it contains. If the labels are not an
+        integer tensor (N,), all labels are -1.
         """
         subset = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
@@ -286,7 +286,7 @@ def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
 def evenly_spaced(size: int, num: int) -> list[int]:
     """List at most `num` evenly spaced indices from 0, ..., size - 1.
 
-    They are evenly spaced because data are often sorted by class.
+    Even spacing is used because data are often sorted by class.
 
     Example:
         >>> evenly_spaced(10, 4)
@@ -310,7 +310,8 @@ class HasSplits(Protocol):
 def open_split(data: HasSplits, name: str) -> ImageSet:
     """Open the images of the split "train", "val" or "test" of a data module.
 
-    "test" is the split that the data module's attribute `tests_on` names, or "val" if it has none.
+    "test" means the split that the data module's attribute `tests_on` names. If there is no such
+    attribute, it means "val".
 
     Example:
         >>> from lit_diffusion.data.digits import Digits

@@ -41,12 +41,12 @@ class Reference:
 
     @property
     def floor(self) -> float:
-        """Mean FID over the draws."""
+        """FID floor, averaged over the draws."""
         return fmean(self.floors)
 
     @property
     def floor_sd(self) -> float | None:
-        """Standard deviation over the draws; None if a single draw has all images."""
+        """Standard deviation of the floor over the draws. None if a single draw has all images."""
         return stdev(self.floors) if len(self.floors) > 1 else None
 
     @property
@@ -92,7 +92,7 @@ class Scorer:
         return features
 
     def features_of_share(self, images: ImageSet, index: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Features of this process's share of the images at `index`, and the labels of all of them.
+        """Features of this process's share of the images at `index`, and the labels of all images.
 
         The share of process r of R is index[r], index[r + R], and so on. Collective: all processes
         must call it.
@@ -119,24 +119,25 @@ def measure_reference(
 ) -> Reference:
     """Measure the statistics of `real` and the floor, or read them from the cache. Collective.
 
-    The floor is the FID of real images in place of samples: the score of a perfect model. `others`
-    are the training images if the reference is the held-out split, or the reverse. If there are
-    others, at most `num_samples` of them are scored against the whole reference. If not, a part of
-    the reference (at most half of it, and at most `num_samples`) is scored against the rest.
+    The floor is the FID of real images in place of samples, which is the score of a perfect model.
+    If the reference is the held-out split, `others` are the training images. If the reference is
+    the training split, `others` are the held-out images. If there are others, at most `num_samples`
+    of them are scored against the whole reference. If there are none, a part of the reference (at
+    most half of it, and at most `num_samples`) is scored against the rest.
 
-    An FID depends on the balance of classes. Therefore images are drawn with the same labels as the
-    samples, as far as possible. The floor is the mean over `NUM_DRAWS` draws from a pool that is up
-    to `POOL_FACTOR` times as large as a draw.
+    An FID depends on the balance of classes. Therefore, images are drawn with the same labels as
+    the samples, as far as possible. The floor is the mean over `NUM_DRAWS` draws from a pool that
+    is up to `POOL_FACTOR` times as large as a draw.
 
     Args:
-        scorer: extracts the features.
+        scorer: extractor of the features.
         real: reference images.
         others: real images that are not in `real`; None splits `real` for the floor.
         num_samples: number of samples that will be scored.
         cache: folder of cached statistics.
         labels: labels of these samples; None if they have none.
-        real_features: (N, F) features of all reference images, if they are known. Allowed on a
-            single process only.
+        real_features: (N, F) features of all reference images, if they are known. You may pass them
+            only if there is a single process.
 
     Raises:
         ValueError: if there are fewer than 4 real images or fewer than 2 others, or if features are
@@ -228,7 +229,7 @@ def _rows_of_share(index: Iterable[int]) -> list[int]:
 
 
 def shuffled_range(size: int, number: int) -> list[int]:
-    """Permute 0, ..., size - 1 at random; the result is a function of `size` and `number`.
+    """Permute 0, ..., size - 1 at random. The result is a function of `size` and `number`.
 
     Example:
         >>> sorted(shuffled_range(5, number=0)), shuffled_range(9, 0) == shuffled_range(9, 1)
@@ -244,8 +245,8 @@ def draw_by_labels(
 ) -> list[int]:
     """Draw `size` images at random, with the number of each label in `wanted`.
 
-    If there are too few images of a label, images of other labels replace them. Each `number` is an
-    independent draw.
+    If there are too few images with a label, images with other labels replace the missing ones.
+    Each `number` is an independent draw.
 
     Args:
         labels: labels of the images in the pool.

@@ -24,17 +24,17 @@ def score_images(
     batch_size: int = 64,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Score images against real ones, on one process.
+    """Score images against real images, on one process.
 
     Args:
         fake: images to score: a tensor uint8 (N, C, H, W), a folder or .npz file, or an `ImageSet`.
         real: reference images, in one of the same forms.
-        protocol: protocol that provides the features, and the logits for the inception score.
+        protocol: FID protocol that provides the features, and the logits for the inception score.
         batch_size: images per forward pass.
         device: "cpu" or "cuda".
 
     Returns:
-        The scores and their protocol, as described in `score_features`.
+        The scores and a description of the FID protocol, as described in `score_features`.
 
     Raises:
         ValueError: if there are fewer than 4 images of either kind.
@@ -79,7 +79,7 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
     Returns:
         The scores as floats, by name: `fid`, `kid`, `kid_std` (over 100 subsets), `precision`,
         `recall` (k = 3 neighbors), `inception_score` and `inception_score_std`. Further entries
-        describe the protocol.
+        describe the FID protocol.
 
     Raises:
         ValueError: if there are fewer than 4 images of either kind, because precision and recall

@@ -3,8 +3,8 @@
 The features must depend on the content of an image and on its quality. Therefore the network learns
 two tasks at once. The first task is to classify clean images, or to match augmented views of the
 same image if there are no classes. The second task is to detect whether an image is clean, blurred
-or noisy; its head is discarded later. With the first task alone, the features and the FID would
-ignore noise.
+or noisy. The head of the second task is discarded later. With the first task alone, the features
+and the FID would ignore noise.
 """
 
 import json
@@ -39,7 +39,7 @@ class SmallClassifier(nn.Module):
     Args:
         channels: channels of the images, >= 1.
         size: height and width of the images in pixels; an int if they are equal.
-        widths: channels of each stage; the last is the number of features.
+        widths: channels of each stage. The last entry is the number of features.
         num_classes: number of outputs of the head.
 
     Example:
@@ -91,7 +91,7 @@ def load_small_classifier(
     """Build the `SmallClassifier` of a state_dict for images of `size`, frozen and in eval mode.
 
     Raises:
-        KeyError, RuntimeError: if the weights are not those of a SmallClassifier.
+        KeyError, RuntimeError: if the weights do not belong to a SmallClassifier.
         ValueError: if a weight is not finite.
     """
     for name, value in state.items():
@@ -130,8 +130,8 @@ def train_extractor(
         log: function that is called with a progress line about every ten seconds.
 
     Raises:
-        ValueError: if `path` exists or has another suffix, if there are no steps or fewer than two
-            images, or if labels are out of range.
+        ValueError: if `path` exists or has a different suffix, if there are no steps or fewer than
+            two images, or if labels are out of range.
         OSError: if `path` cannot be written.
 
     Source: T. Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual
@@ -222,7 +222,7 @@ def fit(
     generator: torch.Generator,
     log: Callable[[str], Any],
 ) -> SmallClassifier:
-    """Train with AdamW and a one-cycle learning rate. Returns the network in eval mode."""
+    """Train with AdamW and a one-cycle learning rate, and return the network in eval mode."""
     device, width = network.head.weight.device, network.num_features
     quality_head = nn.Linear(width, 3)
     projection_head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64))
