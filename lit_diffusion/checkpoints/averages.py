@@ -1,8 +1,8 @@
 """Read averages of weights from checkpoints and snapshots, and write snapshots.
 
 callbacks/ema.py describes the state of EMA in a checkpoint. The state of PowerEMA also has
-"snapshots": {int: str}, the SHA-256 of each snapshot file by number of updates. Averages of other
-widths are reconstructed from snapshots.
+"snapshots": {int: str}, which maps the number of updates to the SHA-256 of the snapshot file.
+Averages of other widths are reconstructed from snapshots.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
 def select_weights(
     checkpoint: Mapping[str, Any], weights: str, path: Path
 ) -> tuple[str, dict[str, Tensor]]:
-    """Select weights of a checkpoint by name, or reconstruct them from the snapshots of its run.
+    """Select weights of a checkpoint by name, or reconstruct them from the run's snapshots.
 
     Args:
         checkpoint: content of the file.
@@ -60,10 +60,11 @@ def select_weights(
         path: path of the file. Snapshots are read from its run folder.
 
     Returns:
-        The full name of the weights, and the averages by parameter name; {} for "raw".
+        The full name of the weights, and the averages by parameter name. For "raw", the averages
+        are {}.
 
     Raises:
-        ValueError: if there are no such weights. The message lists the available ones.
+        ValueError: if there are no such weights. The message lists the available weights.
     """
     if weights == "raw":
         return "raw", {}
@@ -102,7 +103,8 @@ def read_power_averages(
 
     Returns:
         The number of updates, the averages by width and then by parameter name, and the SHA-256 of
-        the snapshots by number of updates. If the checkpoint has no PowerEMA: 0, {} and {}.
+        the snapshots by number of updates. If the checkpoint has no PowerEMA, the result is 0, {}
+        and {}.
     """
     step, averages, hashes = 0, dict[float, dict[str, Tensor]](), dict[int, str]()
     for names, state in _named_states(checkpoint, path):
@@ -117,7 +119,7 @@ def read_power_averages(
 def _named_states(
     checkpoint: Mapping[str, Any], path: str | Path
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Names of the averages, and state, of each EMA callback that has averages."""
+    """Names of the averages and the state, for each EMA callback that has averages."""
     states = []
     for key, state in checkpoint.get("callbacks", {}).items():
         if prefix := _NAME_PREFIXES.get(key.partition("{")[0]):
@@ -175,7 +177,7 @@ def reconstruct_average(
 ) -> dict[str, Tensor]:
     """Reconstruct the average of a relative width after `step` updates, by parameter name.
 
-    It is a linear combination of the averages of other widths at that step and in earlier
+    The result is a linear combination of averages of other widths at that step and in earlier
     snapshots.
 
     Args:
@@ -186,8 +188,8 @@ def reconstruct_average(
         hashes: SHA-256 of the run's snapshots, by number of updates.
 
     Raises:
-        ValueError: if the width is invalid or cannot be reconstructed, or if a snapshot is damaged,
-            of another run, or of other weights.
+        ValueError: if the width is invalid or cannot be reconstructed. Also if a snapshot is
+            damaged, or belongs to a different run or to different weights.
     """
     files = {number: file for number, file in list_snapshots(folder).items() if number < step}
     for number, file in files.items():

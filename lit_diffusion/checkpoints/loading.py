@@ -62,25 +62,26 @@ def load(
     """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: one of four sources: a checkpoint file; a run folder, of which checkpoints/last.ckpt
-            is loaded; a folder that `convert export` has written; or the name of a model in the
-            package, "digits" or "mnist". A file or folder with this name takes precedence.
+        path: one of four sources. It can be a checkpoint file, or a run folder, from which
+            checkpoints/last.ckpt is loaded. It can also be a folder that `convert export` has
+            written, or the name of a model in the package, "digits" or "mnist". A file or folder
+            with the name of a model takes precedence.
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
             specific average, or "power_<width>" for an average of PowerEMA, which may be
             reconstructed from snapshots. An exported folder has one set of weights.
-        module: module into which the weights are loaded. If they do not fit, it is unchanged. With
-            None, the module is built from the class paths in the file. Files of modules that were
-            built in Python have no class paths.
-        trust: packages that these class paths may name, in addition to `config.trust.TRUSTED`. Also
-            folders that the module's codec may read if no config in the run folder names them. A
-            folder must contain a "/".
+        module: module into which the weights are loaded. If the weights do not fit, the module is
+            unchanged. With None, the module is built from the class paths in the file. Files of
+            modules that were built in Python have no class paths.
+        trust: packages that these class paths may name, in addition to `config.trust.TRUSTED`. You
+            can also list folders that the module's codec may read if no config in the run folder
+            names them. A folder must contain a "/".
 
     Returns:
-        The module; a DiffusionModule is ready for `generate`.
+        The module. A DiffusionModule is ready for `generate`.
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: if the file is damaged, contains code, is of another architecture, or does not
+        ValueError: if the file is damaged, contains code, has a different architecture, or does not
             have the weights.
 
     Example:
@@ -99,7 +100,7 @@ def load_module(
     module: LightningModule | None = None,
     trust: Iterable[str] = (),
 ) -> LoadedModule:
-    """Load a module together with its checkpoint. The arguments are those of `load`.
+    """Load a module together with its checkpoint. The function takes the arguments of `load`.
 
     Example:
         >>> loaded = load_module("runs/digits", weights="raw")  # doctest: +SKIP
@@ -147,7 +148,7 @@ def load_module(
 
 
 def _read_export(folder: Path, weights: str) -> tuple[Checkpoint, str]:
-    """Read and check an exported folder as a checkpoint; also returns the name of its weights."""
+    """Read and check an exported folder as a checkpoint. Also return the name of its weights."""
     checkpoint, name = read_as_checkpoint(folder)
     try:
         check_content(checkpoint)
@@ -173,8 +174,8 @@ def checkpoint_file(path: str | Path) -> Path:
     """Find the file or folder from which to load.
 
     Returns:
-        checkpoints/last.ckpt of a run folder. The folder of a model in the package, if `path` is
-        its name and nothing exists at `path`. Otherwise `path` itself.
+        For a run folder, its checkpoints/last.ckpt. If `path` is the name of a model in the package
+        and nothing exists at `path`, the folder of this model. Otherwise, `path` itself.
 
     Example:
         >>> str(checkpoint_file("epoch-3.ckpt"))
@@ -223,8 +224,8 @@ def instantiate(
     """Build the object that class paths and arguments in files describe.
 
     Args:
-        specs: dictionaries with "class_path" and "init_args", or names of classes. Each overrides
-            parts of those before it.
+        specs: dictionaries with "class_path" and "init_args", or names of classes. Each entry
+            overrides parts of the earlier entries.
         base: class of which the object must be an instance.
         trust: packages that class paths may name, in addition to `config.trust.TRUSTED`.
         path: path of the file, for error messages.
@@ -266,8 +267,8 @@ def check_codec_folder(
 ) -> None:
     """Raise ValueError if a model would read a codec's folder that only its checkpoint names.
 
-    A folder inside the checkpoint's run folder is allowed, and so is a folder that a config there
-    names.
+    A folder inside the checkpoint's run folder is allowed. A folder that a config in the run folder
+    names is allowed too.
 
     Args:
         model: parsed class path and arguments. A part of the model may have a codec, too.
@@ -368,7 +369,7 @@ def list_mismatches(error: RuntimeError) -> str:
 def refuse_other_dtypes(
     module: LightningModule, state: Mapping[str, Any], path: str | Path | None
 ) -> None:
-    """Raise ValueError if torch would silently cast weights to another kind of dtype."""
+    """Raise ValueError if torch would silently cast weights to a different kind of dtype."""
     for name, expected in module.state_dict().items():
         value = state.get(name)
         if not (isinstance(value, Tensor) and isinstance(expected, Tensor)):

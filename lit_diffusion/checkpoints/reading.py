@@ -1,10 +1,10 @@
 """Read and validate checkpoints without running any code in them.
 
 A checkpoint has only tensors and plain builtins, so `torch.load(weights_only=True)` can read it.
-`state_dict` has the raw weights, the state of the EMA callback has the averages, and
-`hyper_parameters` has the class paths and arguments of the module. `torch.load` runs no code, but
-it ignores the checksums that `torch.save` has written, and accepts any size and any structure. This
-file checks them.
+The raw weights are in `state_dict`, and the averages are in the state of the EMA callback. The
+class paths and arguments of the module are in `hyper_parameters`. `torch.load` runs no code, but it
+ignores the checksums that `torch.save` has written, and accepts any size and any structure. This
+file checks checksums, sizes and structure.
 """
 
 import pickle
@@ -43,7 +43,7 @@ def read_checkpoint(
 
     Args:
         path: path of the file, or of a folder to which ranks have written their parts.
-        shapes_only: whether only the shapes of tensors are needed. If so, tensors of a file are
+        shapes_only: whether only the shapes of tensors are needed. If True, tensors of a file are
             memory-mapped if its format allows it, and tensors of a folder are zeros that take no
             memory.
         parameters: split tensors by name, for a folder. Weights, averages and optimizer state with
@@ -52,9 +52,9 @@ def read_checkpoint(
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: if the file is truncated, is not a checkpoint, or contains pickled code or only
-            the part of one rank. Also if `path` is another folder, or if a save replaces it while
-            it is read. The message has the path and the reason.
+        ValueError: if the file is truncated, is not a checkpoint, contains pickled code, or
+            contains only the part of one rank. Also if `path` is a folder without a checkpoint, or
+            if a save replaces the folder during the read. The message has the path and the reason.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -108,7 +108,7 @@ def read_checkpoint(
 
 @contextmanager
 def _explain_read_errors(path: Path) -> Iterator[None]:
-    """Context that raises a ValueError with the path and the reason, also if a folder changes."""
+    """Context that raises a ValueError with path and reason, even if a folder changes meanwhile."""
 
     def version() -> tuple[int, int] | None:
         if not path.is_dir():
@@ -131,7 +131,7 @@ def _explain_read_errors(path: Path) -> Iterator[None]:
 
 
 def read_step(path: str | Path) -> int:
-    """Read the number of optimizer steps of a checkpoint, without its tensors; -1 if unknown."""
+    """Read the number of optimizer steps of a checkpoint without its tensors. -1 if unknown."""
     try:
         file = Path(path) / "meta.pt" if is_checkpoint_folder(Path(path)) else Path(path)
         step = torch.load(check_regular(file), map_location="cpu", weights_only=True, mmap=True)[
@@ -146,7 +146,7 @@ def check_content(checkpoint: Any) -> None:
     """Check that `checkpoint` has a state_dict and that its entries have the expected types.
 
     Raises:
-        ValueError: if not. The message has the reason, but not the file's name.
+        ValueError: if the check fails. The message has the reason, but not the file's name.
 
     Example:
         >>> check_content({"state_dict": {"weight": torch.ones(2)}, "global_step": 5})
@@ -258,7 +258,7 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is an int (not a bool) in [0, 2^63).
+    """Whether a value is an int (not a bool) in `[0, 2**63)`.
 
     Example:
         >>> is_count(3), is_count(-1), is_count(True)
@@ -331,7 +331,7 @@ def explain_unreadable(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message without the full stop; its type if the message is empty.
+    """First line of an error's message without the full stop. If it is empty, the error's type.
 
     Example:
         >>> first_line(ValueError("lr must be > 0."))

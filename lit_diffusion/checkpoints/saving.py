@@ -113,7 +113,7 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def save_plain(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint to a path by `torch.save`, atomically. The path must not be a folder."""
+    """Write a checkpoint to a path with `torch.save`, atomically. The path must not be a folder."""
     # Write checksums even if torch is configured without them, to detect damaged files.
     with (
         atomic_write(path) as file,

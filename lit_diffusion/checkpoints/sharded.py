@@ -1,9 +1,10 @@
 """Checkpoints that are folders, to which each rank writes its parts of the split tensors.
 
-The folder's meta.pt is the checkpoint, but its split tensors have no data: they are on the meta
-device. Their data are in files of torch.distributed.checkpoint. The name of a tensor there is its
-path in the checkpoint, such as "state_dict.network.final.weight". `.metadata` lists the tensors.
-This file is a pickle. It is read without running any code in it, and its content is checked.
+The folder's meta.pt is the checkpoint, but its split tensors are on the meta device and have no
+data. The data are in files of torch.distributed.checkpoint. In these files, the name of a tensor is
+its path in the checkpoint, such as "state_dict.network.final.weight". The file `.metadata` lists
+the tensors. It is a pickle, but it is read without running any code in it, and its content is
+checked.
 """
 
 import errno
@@ -58,10 +59,10 @@ Keys = tuple[Any, ...]
 class AtomicModelParallelStrategy(ModelParallelStrategy):
     """ModelParallelStrategy whose checkpoints are written atomically and read without running code.
 
-    `lit-diffusion fit` uses it in place of Lightning's strategy, and the arguments are the same.
-    With `save_distributed_checkpoint=True` a checkpoint is a folder. Each rank then writes and
-    reads only its parts of weights, averages and optimizer state. A folder can be loaded with any
-    number of ranks, and with any strategy.
+    `lit-diffusion fit` uses this class in place of Lightning's strategy. Both take the same
+    arguments. With `save_distributed_checkpoint=True`, a checkpoint is a folder. Each rank then
+    writes and reads only its parts of weights, averages and optimizer state. A folder can be loaded
+    with any number of ranks, and with any strategy.
 
     Attributes:
         saves_split_tensors: whether callbacks may have split tensors in their state, on all ranks.
@@ -110,7 +111,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint to a folder. Collective. On an error, an old checkpoint is unchanged.
 
     Raises:
-        OSError: on all ranks, if one of them cannot write.
+        OSError: on all ranks, if one rank cannot write.
         TypeError: if the content cannot be loaded with `weights_only=True`.
     """
     split: dict[str, Tensor] = {}
@@ -173,8 +174,8 @@ def fill(
 ) -> dict[str, Any]:
     """Add the data of split tensors to the checkpoint in the meta.pt of a folder, on the CPU.
 
-    If tensors are read whole, the result is the checkpoint that a save to one file writes. Errors
-    may have any type if the folder is damaged.
+    If tensors are read whole, the result equals the checkpoint that a save to one file would write.
+    If the folder is damaged, errors may have any type.
 
     Args:
         checkpoint: content of meta.pt.
@@ -282,7 +283,7 @@ class _Record:
 class _Unpickler(pickle._Unpickler):
     """Unpickler of a `.metadata` that runs no code that the file could choose.
 
-    It is based on Python's unpickler in Python, because the one in C allocates as many slots for
+    The class extends the pure Python unpickler. The unpickler in C would allocate as many slots for
     objects as a file asks for.
     """
 

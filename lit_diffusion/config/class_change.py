@@ -10,16 +10,16 @@ from jsonargparse._typehints import ActionTypeHint
 def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     """Remove the arguments of `previous`, in place, if `spec` names another class.
 
-    jsonargparse alone would keep arguments that the new class has too, so a grid chosen for one
-    solver would be used by the next. Several paths may name the same class.
+    jsonargparse alone would keep arguments that the new class has too. A grid for one solver would
+    then be used by the next solver. Several paths may name the same class.
 
     Args:
         previous: class path and arguments so far, or None.
         spec: class path and arguments of the later config or option.
 
     Returns:
-        A line with the removed arguments that would have had an effect, or None: those that the new
-        class has, with another default, and that `spec` does not set.
+        A line with the removed arguments that would have had an effect, or None. These are the
+        arguments that the new class has with a different default, and that `spec` does not set.
     """
     if not previous or not previous.get("class_path") or "init_args" not in previous:
         return None

@@ -19,7 +19,7 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
 
     Args:
         error: raised by a parser.
-        options: names that the parser accepts; close matches are suggested.
+        options: names that the parser accepts. The message suggests close matches.
     """
     chain: list[BaseException] = []  # the error and its causes, outermost first
     cause: BaseException | None = error
@@ -145,8 +145,9 @@ def is_user_error(
     """Whether an error comes from a check in one of the packages, rather than from a bug.
 
     An error counts as a check if a `raise` statement of these packages raised it, in this process
-    or in a DataLoader worker. Errors of the operating system with a number (a full disk, a missing
-    file; not those of connections) and out-of-memory errors count as checks as well.
+    or in a DataLoader worker. Out-of-memory errors count as checks as well. So do errors of the
+    operating system that have a number, such as a full disk or a missing file, except errors of
+    connections.
     """
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
         return True

@@ -32,7 +32,7 @@ ARGUMENTS = {
 
 
 def _merge_into_condition(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace context_dim, vector_dim, num_words and null_class of a network by `condition`."""
+    """Replace context_dim, vector_dim, num_words and null_class of a network with `condition`."""
     arguments, condition = dict(arguments), None
     for old, kind, name in (
         ("context_dim", "Tokens", "dim"),

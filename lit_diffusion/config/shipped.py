@@ -15,8 +15,8 @@ FLAGS = ("--print", "--debug")
 def shipped_configs() -> Path:
     """The folder of the configs that are installed with the package.
 
-    It is `configs/` of a checkout, and `lit_diffusion/configs/` of a wheel: in both the neighbour
-    of `callbacks/`.
+    In a checkout, this folder is `configs/`. In a wheel, it is `lit_diffusion/configs/`. In both,
+    it is next to `callbacks/`.
 
     Example:
         >>> (shipped_configs() / "digits.yaml").exists()
@@ -29,9 +29,9 @@ def shipped_configs() -> Path:
 
 
 def find_shipped_config(path: str) -> str | None:
-    """The path of a shipped config that `configs/NAME.yaml` names; None if it names none.
+    """The path of the shipped config that `configs/NAME.yaml` names. None if there is none.
 
-    A file of that path in the current folder takes precedence.
+    A file with that path in the current folder takes precedence.
     """
     match = re.fullmatch(r"configs/([\w./-]+\.yaml)", path)
     if match is None or ".." in match[1] or Path(path).exists():
@@ -41,7 +41,7 @@ def find_shipped_config(path: str) -> str | None:
 
 
 def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Replace names of shipped configs on a command line by their paths.
+    """Replace names of shipped configs on a command line with their paths.
 
     Values of `CONFIG_OPTIONS` and positional arguments may name configs, several joined by +.
 

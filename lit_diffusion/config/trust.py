@@ -1,9 +1,9 @@
-"""Which classes a config or checkpoint may name; short names for the classes of this library.
+"""Classes that a config or checkpoint may name, and short names for the classes of this library.
 
-jsonargparse imports and calls a class path, so an untrusted file could run any code. A class path
-is therefore refused before its import unless it is in `TRUSTED` or in a package that the user
-trusts. From `TRUSTED`, only classes are allowed: jsonargparse also accepts functions by their
-return type, and some functions of these packages execute their argument.
+jsonargparse imports and calls a class path, so an untrusted file could run any code. Therefore, a
+class path raises an error before its import, unless it is in `TRUSTED` or in a package that the
+user trusts. From `TRUSTED`, only classes are allowed. The reason is that jsonargparse also accepts
+functions by their return type, and some functions of these packages execute their argument.
 """
 
 import inspect
@@ -55,9 +55,9 @@ def allow_class_paths(
     config or option changes a class, the arguments of the old class are dropped.
 
     Args:
-        packages: dotted names of modules, or of packages with everything below them. Others are
-            ignored: those with a "/" are folders for `checkpoints.loading.check_codec_folder`.
-        report: called with a line that names the dropped arguments.
+        packages: dotted names of modules, or of packages with everything below them. Entries with a
+            "/" are ignored, because they are folders for `checkpoints.loading.check_codec_folder`.
+        report: function that is called with a line that names the dropped arguments.
     """
     packages = tuple(name for name in packages if name.replace(".", "_").isidentifier())
     old_settings = dict(parsing_settings)

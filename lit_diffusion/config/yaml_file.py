@@ -25,7 +25,8 @@ def read_yaml(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if the file is not YAML, too large, nested too deep, or no regular file.
+        ValueError: if the file is not YAML, is too large, is nested too deeply, or is not a regular
+            file.
     """
     if check_regular(path).stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes: that is no config.")
@@ -55,7 +56,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def refuse_files(value: Any, source: Path) -> None:
-    """Raise ValueError if settings name a file that jsonargparse would open: a config or pipe.
+    """Raise ValueError if settings name a config or pipe that jsonargparse would open.
 
     Args:
         value: dictionary or list of settings, nested.

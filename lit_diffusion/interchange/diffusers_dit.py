@@ -1,8 +1,8 @@
 """Convert arguments and weights of our DiT to diffusers' DiTTransformer2DModel.
 
-One difference cannot be expressed in its config. The frequencies of its timestep embedding are
-10000^(-k / 127), and ours are 10000^(-k / 128). The code in `FIX_FREQUENCIES` corrects a loaded
-pipeline.
+One difference cannot be expressed in the config of diffusers. There, the frequencies of the
+timestep embedding are `10000**(-k / 127)`. Our frequencies are `10000**(-k / 128)`. The code in
+`FIX_FREQUENCIES` corrects a loaded pipeline.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ _BLOCK_LAYERS = {
 
 
 def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arguments of our DiT to those of DiTTransformer2DModel.
+    """Convert arguments of our DiT to arguments of DiTTransformer2DModel.
 
     Raises:
         ValueError: if an argument has no equivalent. The message names it.
@@ -71,9 +71,9 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the names of our DiT's weights to those of diffusers.
+    """Convert the names of our DiT's weights to the names in diffusers.
 
-    In diffusers each block has an embedding of its own. The position embedding is omitted, because
+    In diffusers, each block has its own embedding. The position embedding is omitted, because
     diffusers computes it.
     """
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})

@@ -94,10 +94,11 @@ def write_diffusers(
 
 @torch.no_grad()
 def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] = (0, 1)) -> str:
-    """Compare the images of a written pipeline with those of the module, for the same seeds.
+    """Compare the images of a written pipeline with the module's images for the same seeds.
 
-    Both start from the noise of the seeds, with the classes of `generate`, and take as many steps
-    as the module's solver. The pipeline has no guidance. Latents are compared before decoding.
+    Pipeline and module start from the noise of the same seeds and use the same classes as
+    `generate`. Both take as many steps as the module's solver. The pipeline has no guidance.
+    Latents are compared before decoding.
 
     Args:
         folder: folder that `write_diffusers` has written.
@@ -213,7 +214,7 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
 
 
 def _classes_as_number(arguments: Json) -> Json:
-    """Replace condition=Classes(n) by num_classes=n in the arguments of a network."""
+    """Replace condition=Classes(n) with num_classes=n in the arguments of a network."""
     condition = arguments.get("condition") or {}
     labels = condition.get("init_args", {})
     if condition.get("class_path", "").endswith(".Classes") and labels.get("null_class", True):
@@ -225,8 +226,8 @@ def _list_vae_files(folder: Path, network: str) -> list[Path]:
     """The config and the weight files in the folder of an AutoencoderKL, for a DiT.
 
     Raises:
-        ValueError: if it is the folder of another model, if one of the files is no regular file, or
-            if the network is no DiT.
+        ValueError: if the folder contains a different model, if one of the files is not a regular
+            file, or if the network is not a DiT.
     """
     if network != "DiT":
         raise ValueError(

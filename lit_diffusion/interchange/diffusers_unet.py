@@ -1,11 +1,11 @@
 """Convert arguments and weights between our U-Net and diffusers' UNet2DModel.
 
-The architectures are equal under three conditions. All attention heads have the same size
-(head_channels, or num_heads with attention at a single width). channel_mult begins with 1. The
-condition is labels, or there is none.
+The architectures are equal under three conditions. First, all attention heads have the same size
+(set head_channels, or num_heads with attention at a single width). Second, channel_mult begins with
+1. Third, the condition is labels, or there is no condition.
 
-UNet2DModel has no embedding for "no class". Therefore the embedding of an export has a further row
-of zeros after the rows of the classes.
+UNet2DModel has no embedding for "no class". Therefore, the embedding of an export has an additional
+row of zeros after the rows of the classes.
 """
 
 import inspect
@@ -58,7 +58,7 @@ _BLOCK_LAYERS = _ATTENTION_LAYERS | {
 
 
 def to_config(arguments: Mapping[str, Any]) -> Json:
-    """Convert arguments of our UNet to those of UNet2DModel.
+    """Convert arguments of our UNet to arguments of UNet2DModel.
 
     Raises:
         ValueError: if an argument has no equivalent. The message names it.
@@ -96,7 +96,7 @@ def to_config(arguments: Mapping[str, Any]) -> Json:
 
 
 def from_config(config: Mapping[str, Any]) -> Json:
-    """Convert arguments of UNet2DModel to those of our UNet.
+    """Convert arguments of UNet2DModel to arguments of our UNet.
 
     Raises:
         ValueError: if an argument has no equivalent. The message names it.
@@ -136,7 +136,7 @@ def from_config(config: Mapping[str, Any]) -> Json:
 
 
 def to_diffusers(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Convert weights of our UNet to those of UNet2DModel.
+    """Convert weights of our UNet to weights of UNet2DModel.
 
     Args:
         state: weights of our UNet, by name.

@@ -73,7 +73,7 @@ def write_network(
 
 
 def _convert(value: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
-    """Convert a weight to the CPU and, if it is of floating point, to `dtype`."""
+    """Move a weight to the CPU and, if it has a floating-point dtype, convert it to `dtype`."""
     value = value.detach().cpu().contiguous()
     if dtype is None or not value.is_floating_point():
         return value
@@ -84,7 +84,7 @@ def _convert(value: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
 
 
 def module_record(spec: Mapping[str, Any]) -> Json:
-    """Entries of a record that describe a module.
+    """Return the entries of a record that describe a module.
 
     Args:
         spec: "class_path" and "init_args" of the module.
@@ -99,11 +99,11 @@ def read_as_checkpoint(folder: str | Path) -> tuple[Json, str]:
     """Read an exported network in the form of a checkpoint, from which a module can be built.
 
     Returns:
-        The entries, which the caller must check as those of any file; and the name of the weights.
+        The entries, and the name of the weights. The caller must check the entries as for any file.
 
     Raises:
         FileNotFoundError: if the folder holds no export.
-        ValueError: if the files are damaged, or describe a network alone.
+        ValueError: if the files are damaged, or describe only a network.
     """
     record, state = read_exported(folder)
     module = record.get("module")
@@ -152,7 +152,8 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
 
     Raises:
         FileNotFoundError: if the folder holds no export.
-        ValueError: if the record is damaged, or its SHA-256 is not that of the weights.
+        ValueError: if the record is damaged, or its SHA-256 differs from the SHA-256 of the
+            weights.
     """
     folder = Path(folder)
     if not is_exported(folder):
@@ -214,14 +215,16 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def load_network(folder: str | Path) -> nn.Module:
-    """Load a network that `convert export` or `convert import` has written, in eval mode.
+    """Load a network in eval mode from a folder that `convert` has written.
+
+    This works with folders from `convert export` and from `convert import`.
 
     Args:
         folder: folder with network.json and network.safetensors.
 
     Raises:
         FileNotFoundError: if there is no such folder.
-        ValueError: if the files do not match, or the network is of an unknown class.
+        ValueError: if the files do not match, or the class of the network is unknown.
 
     Example:
         >>> network = load_network("exported/digits")  # doctest: +SKIP
@@ -243,8 +246,8 @@ def load_network(folder: str | Path) -> nn.Module:
 def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     """Build a network from JSON arguments.
 
-    `condition`, and `network` of `Patched`, are class_path and init_args. Only classes of
-    `NETWORKS` and `CONDITIONS` are built.
+    The arguments `condition`, and `network` of `Patched`, are dictionaries with class_path and
+    init_args. Only classes of `NETWORKS` and `CONDITIONS` are built.
 
     Example:
         >>> classes = {"class_path": "lit_diffusion.networks.conditions.Classes",

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 def write_model_card(folder: Path, text: str) -> bool:
-    """Write the model card of a folder, unless it has one. Returns whether it was written."""
+    """Write the model card of a folder, unless it has one. Return whether the card was written."""
     path = folder / CARD
     if path.exists():
         return False
@@ -38,11 +38,12 @@ def model_card(
 
     Args:
         record: record of the export. "data" is the class path of the data module.
-        evaluations: lines of evaluations.jsonl. Those of the record's step and weights are listed.
+        evaluations: lines of evaluations.jsonl. The card lists lines with the record's step and
+            weights.
         name: name of the model.
         num_parameters: number of parameters of the network.
-        form: "safetensors", or "diffusers" for a folder of a pipeline.
-        license: license of the weights as the Hub spells it, such as "mit"; None leaves it out.
+        form: "safetensors", or "diffusers" for the folder of a pipeline.
+        license: license of the weights as the Hub spells it, such as "mit". None omits the license.
         notes: Markdown to add before the scores.
 
     Example:

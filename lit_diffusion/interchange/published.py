@@ -45,14 +45,15 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
         file: file of published weights, or a folder for the kind "diffusers-unet".
         kind: "diffusers-unet" or a key of `KINDS`.
         out: folder to write.
-        overrides: arguments of the network that cannot be inferred, or that replace inferred ones.
+        overrides: arguments of the network that cannot be inferred, or that replace inferred
+            arguments.
 
     Returns:
         A dictionary with "class_path" and "init_args" of the network.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is of another kind, if weights are not finite numbers, if an
+        ValueError: if the file has a different kind, if weights are not finite numbers, if an
             argument is missing or wrong, or if the export would replace the file.
 
     Example:
@@ -82,9 +83,9 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
 def model_config(spec: Json) -> Json:
     """Return the settings of an imported network, to combine with a config of all other settings.
 
-    The settings have all arguments of the network, because an earlier config must not override a
-    default. They also have the number of classes, and the shape of the images unless the network
-    works for any size.
+    The settings contain all arguments of the network, because an earlier config must not override a
+    default. They also contain the number of classes. Unless the network works for any size, they
+    contain the shape of the images too.
 
     Args:
         spec: the result of `convert`.
@@ -109,7 +110,8 @@ def check_weights(state: State, source: str) -> None:
     """Check that weights are dense, real, floating-point and finite, as in every published file.
 
     Raises:
-        ValueError: for other weights. The message has the `source` and the first such weight.
+        ValueError: if a weight fails the check. The message has the `source` and the first such
+            weight.
 
     Example:
         >>> check_weights({"weight": torch.ones(2)}, "model.pt")
@@ -130,7 +132,7 @@ def check_weights(state: State, source: str) -> None:
 
 @contextmanager
 def _explained(kind: str, source: str) -> Iterator[None]:
-    """Context whose errors, of any type, say that the file is of another kind."""
+    """Context that turns errors of any type into a message that the file has a different kind."""
     try:
         yield
     except Exception as error:
@@ -150,7 +152,7 @@ def infer(
         source: name of the file in messages.
 
     Raises:
-        ValueError: if the weights are of another kind, or an argument is missing or wrong.
+        ValueError: if the weights have a different kind, or an argument is missing or wrong.
     """
     matches: list[Json] = []
     mismatch = ValueError(f"{source} is not of --kind {kind}.")

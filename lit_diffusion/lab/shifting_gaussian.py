@@ -14,7 +14,7 @@ class ShiftingGaussian(TimestepWriter):
     """Samples timesteps from a Gaussian whose mean moves from the noisiest level to the cleanest.
 
     The mean moves linearly in `trainer.global_step`. Logs `shifting/mean` and `shifting/tv`, the
-    total variation distance of the density from uniform.
+    total variation distance between the density and the uniform density.
 
     Args:
         num_steps: optimizer steps until the mean reaches `end`, where it stays.

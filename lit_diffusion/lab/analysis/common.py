@@ -46,8 +46,8 @@ def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True
     Args:
         path: checkpoint file or run folder.
         options: options with the weights and the device.
-        moves: whether the analysis changes the weights. If so, spectral norms are made exact,
-            because stored singular vectors would be wrong for changed weights.
+        moves: whether the analysis changes the weights. If True, spectral norms are computed
+            exactly, because stored singular vectors would be wrong for changed weights.
     """
     loaded = load_module(path, options.weights, trust=options.trust)
     loaded.module.to(usable_device(options.device))
@@ -100,7 +100,7 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
     """Create the output folder with a plan.json, or check that it belongs to the same analysis.
 
     Raises:
-        ValueError: if the folder holds something else. The message names the difference.
+        ValueError: if the folder belongs to a different analysis. The message names the difference.
     """
     folder, path = Path(options.out), Path(options.out, "plan.json")
     checkpoints = [

@@ -35,19 +35,21 @@ class Consistency:
 
     Attributes:
         names: names of the models.
-        paper: Eq. 1, in dB: mean PSNR between the first model's images and those of the others.
+        paper: mean PSNR between the first model's images and the other models' images, in dB (Eq.
+            1).
         all_pairs: mean PSNR over all pairs of models, in dB.
         pairs: (M, M) mean PSNR of each pair, in dB.
         shuffled: mean PSNR between images of different models and different seeds, in dB.
         same_class: mean PSNR between images of different models and different seeds of the same
             class, in dB. None if there are no classes, or if no class has two seeds.
-        nearest: mean PSNR between images and their nearest training images, in dB. If the models
-            agree no better than this, they may just reproduce training images. None if there are no
-            training images.
+        nearest: mean PSNR between images and their nearest training images, in dB. If the PSNR
+            between models is not higher, the models may just reproduce training images. None if
+            there are no training images.
         same_nearest: fraction of pairs of images with the same nearest training image.
-        features: 1 - d_same / d_other, where d_same is the mean feature distance between images of
-            the same seed, and d_other that of different seeds (of the same class, if there are
-            classes). It is 1 for equal images and 0 for chance. None if there are no features.
+        features: similarity of features, `1 - d_same / d_other`. Here, d_same is the mean feature
+            distance between images of the same seed, and d_other is the mean feature distance
+            between images of different seeds (of the same class, if there are classes). The
+            similarity is 1 for equal images and 0 for chance. None if there are no features.
         per_seed: (N,) mean PSNR over pairs of models, in dB.
 
     Example:

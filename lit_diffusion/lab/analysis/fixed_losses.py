@@ -73,8 +73,9 @@ def evaluate_losses(
 class ExactSpectralNorm(nn.Module):
     """Divides a weight by its largest singular value, and differentiates through that value.
 
-    torch's spectral norm stores the singular vectors of the last power iteration instead. They are
-    wrong after a change of the weights, and do not contribute to the curvature.
+    In contrast, torch's spectral norm stores the singular vectors of the last power iteration.
+    After a change of the weights, these vectors are wrong. They also do not contribute to the
+    curvature.
 
     Args:
         dim: dimension of the weight that indexes the rows of the matrix.
@@ -85,14 +86,14 @@ class ExactSpectralNorm(nn.Module):
         self.dim = dim
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return the normalized weight, of the same shape."""
+        """Return the normalized weight, with the same shape."""
         rows = weight.movedim(self.dim, 0).flatten(1)
         out: Tensor = weight / torch.linalg.matrix_norm(rows, 2)
         return out
 
 
 def use_exact_spectral_norm_(module: nn.Module) -> None:
-    """Replace each of torch's `parametrizations.spectral_norm` by `ExactSpectralNorm`.
+    """Replace each of torch's `parametrizations.spectral_norm` with `ExactSpectralNorm`.
 
     Raises:
         ValueError: if a submodule has the older, hook-based `torch.nn.utils.spectral_norm`.

@@ -35,9 +35,10 @@ class Spectrum:
     """Eigenvalues of a symmetric (P, P) matrix, estimated by V Lanczos runs.
 
     Attributes:
-        num_parameters: P.
-        nodes: (V, m) Ritz values of each run, descending; padded with nan if a run ended early.
-        weights: (V, m) quadrature weights of the nodes; each row sums to 1.
+        num_parameters: number of parameters P.
+        nodes: (V, m) Ritz values of each run, in descending order. Padded with nan if a run ended
+            early.
+        weights: (V, m) quadrature weights of the nodes. Each row sums to 1.
 
     Example:
         >>> matrix = torch.diag(torch.arange(1.0, 6.0))
@@ -52,7 +53,7 @@ class Spectrum:
 
     @property
     def top(self) -> NDArray[np.float64]:
-        """(m,) largest eigenvalues, mean over runs. Only the first ones have converged."""
+        """(m,) largest eigenvalues, averaged over runs. Only the first few have converged."""
         columns = ~np.isnan(self.nodes).all(axis=0)
         top: NDArray[np.float64] = np.nanmean(self.nodes[:, columns], axis=0)
         return top
@@ -78,8 +79,8 @@ class Spectrum:
         """(V, m) quadrature weights; 1 / P at outer eigenvalues on which all runs agree.
 
         At these eigenvalues, the weight of a single run is the square of one normal variable, so
-        sums over large eigenvalues would be noisy. A mean weight above 4 / P indicates an
-        eigenvalue of multiplicity > 1 and is not replaced.
+        sums over large eigenvalues would be noisy. A mean weight above `4 / P` indicates an
+        eigenvalue with multiplicity > 1, and this weight is not replaced.
         """
         magnitudes = np.abs(self.nodes).max(axis=0)
         agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan
@@ -99,7 +100,8 @@ class Spectrum:
     def ritz_variance(self) -> float:
         """Variance of the equally weighted Ritz values, which the paper's figure seems to show.
 
-        It depends more on Lanczos, which finds extreme eigenvalues first, than on the matrix.
+        This variance depends more on the Lanczos method, which finds extreme eigenvalues first,
+        than on the matrix.
         """
         return float(np.nanvar(self.nodes))
 
@@ -117,11 +119,11 @@ def hessian_product(
 ) -> tuple[MatrixProduct, Tensor]:
     """Build the Hessian-vector product of a loss at the current weights.
 
-    The graph of the gradient stays in memory. It needs about as much memory as three passes.
+    The graph of the gradient stays in memory. This needs about as much memory as three passes.
 
     Args:
         loss: scalar loss that depends only on the weights.
-        parameters: tensors to differentiate by. Those without `requires_grad` are ignored.
+        parameters: tensors to differentiate by. Tensors without `requires_grad` are ignored.
 
     Returns:
         The Hessian-vector product, and the gradient (P,).
@@ -152,16 +154,16 @@ def hessian_product(
 def finite_difference_error(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor], share: float = 1e-4
 ) -> float:
-    """Compute the relative error of the Hessian-vector product by a difference of gradients.
+    """Compute the relative error of the Hessian-vector product from a difference of gradients.
 
     The difference is central, and the vector is the gradient. The error is small for smooth losses.
-    It is large in two cases. Either a part of the network has no second derivative, which autograd
-    may silently treat as 0. Or gradients jump, as with ReLU, which the Hessian ignores. The weights
-    are restored.
+    It is large in two cases. In the first case, a part of the network has no second derivative,
+    which autograd may silently treat as 0. In the second case, gradients jump, as with ReLU, and
+    the Hessian ignores the jumps. The weights are restored.
 
     Args:
         loss: scalar loss that depends only on the weights.
-        parameters: tensors to differentiate by. Those without `requires_grad` are ignored.
+        parameters: tensors to differentiate by. Tensors without `requires_grad` are ignored.
         share: length of the step, relative to the norm of all weights.
     """
     weights = [p for p in parameters if p.requires_grad]
@@ -198,7 +200,8 @@ def lanczos(
     Args:
         product: product with the matrix.
         start: (P,) vector to start from.
-        steps: maximal number of products. Stops earlier if the vectors span an invariant subspace.
+        steps: maximum number of products. The method stops earlier if the vectors span an invariant
+            subspace.
 
     Returns:
         Ritz values (m,), ascending, and their quadrature weights (m,).

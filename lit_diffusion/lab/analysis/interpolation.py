@@ -179,7 +179,7 @@ def align_features(
 
 
 def _best_permutation(state: WeightState, target: WeightState, layer: HiddenFeatures) -> Tensor:
-    """Permutation (n,) with the largest sum of inner products between matched features."""
+    """Permutation (n,) that maximizes the sum of inner products between matched features."""
     products: Any = 0
     for axis in layer.axes:
         ours, theirs = (

@@ -1,4 +1,4 @@
-"""Compute losses on planes in weight space, by random directions or through a run's trajectory.
+"""Compute losses on planes in weight space: in random directions, or through a run's trajectory.
 
 Source: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets", sections 4 and 7.
 """
@@ -105,7 +105,7 @@ def principal_plane(
         The directions, and the fraction of the squared distances that they explain.
 
     Raises:
-        ValueError: unless at least two states differ from the center and from each other.
+        ValueError: if fewer than two states differ from the center and from each other.
 
     Source: Li et al. 2018, section 7.2.
 

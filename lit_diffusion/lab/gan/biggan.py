@@ -3,8 +3,8 @@
     [z_0 | z_1 ... z_n], label -- linear 4x4 -- blocks up, norms conditioned on (label, z_i) -- tanh
     image, label -- blocks down -- sum over pixels -- linear + <embedding(label), features>
 
-All weights except the generator's embedding have spectral norm. Parameters have other names than in
-the references.
+All weights except the generator's embedding have spectral norm. The names of parameters differ from
+the names in the references.
 
 Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection);
 Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
@@ -43,7 +43,10 @@ def _conv(channels: int, out: int, size: int, bias: bool = True) -> nn.Conv2d:
 
 
 class ConditionalBatchNorm(nn.Module):
-    """Batch norm with scale 1 + gain(condition) and shift bias(condition), both linear maps."""
+    """Batch norm with the scale `1 + gain(condition)` and the shift `bias(condition)`.
+
+    Both `gain` and `bias` are linear maps.
+    """
 
     def __init__(self, channels: int, condition_dim: int) -> None:
         super().__init__()
@@ -60,9 +63,10 @@ class ConditionalBatchNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Residual block x + gain * attention(x), where gain is initialized to 0.
+    """Residual block `x + gain * attention(x)`, where gain is initialized to 0.
 
-    Queries and keys have C/8 channels, and values C/2. Keys and values are max-pooled by two.
+    Queries and keys have C/8 channels, and values have C/2 channels. Keys and values are max-pooled
+    by two.
     """
 
     def __init__(self, channels: int) -> None:
@@ -132,12 +136,12 @@ class BigGANGenerator(nn.Module):
     Args:
         num_classes: number of classes.
         out_channels: channels of the images.
-        widths: channels before each block and after the last one, in units of `width`.
-            (16, 16, 8, 4, 2, 1) makes images of 128 x 128.
+        widths: channels before each block and after the last block, in units of `width`. With (16,
+            16, 8, 4, 2, 1), images have 128 x 128 pixels.
         width: base width, 96 in the paper.
         latent_dim: size of z, which is split evenly over the first layer and the blocks.
         label_dim: size of the class embedding, which is shared by all blocks.
-        attention_at: side of the feature maps with attention; 0 disables it.
+        attention_at: side of the feature maps with attention. 0 disables attention.
         smallest: side of the first feature map.
 
     Raises:
@@ -201,7 +205,7 @@ class BigGANGenerator(nn.Module):
 class BigGANDiscriminator(nn.Module):
     """Computes real-or-fake logits of images of a class.
 
-    All blocks except the last `unhalved` ones halve the resolution.
+    All blocks except the last `unhalved` blocks halve the resolution.
 
     Args:
         num_classes: number of classes.
@@ -210,7 +214,7 @@ class BigGANDiscriminator(nn.Module):
         width: base width, 96 in the paper.
         unhalved: number of last blocks that keep the resolution.
         image_size: side of the images, which determines where attention is inserted.
-        attention_at: side of the feature maps with attention; 0 disables it.
+        attention_at: side of the feature maps with attention. 0 disables attention.
 
     Raises:
         ValueError: if no block halves the resolution, or if no such block has an output of side

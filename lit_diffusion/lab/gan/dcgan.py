@@ -3,7 +3,7 @@
     z -- transposed convolution to smallest x smallest -- doubled until image_size -- tanh
     image -- halved until smallest x smallest -- one convolution to a logit
 
-Parameters have other names than in the references.
+The names of parameters differ from the names in the references.
 
 Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3; widths and initialization of
 pytorch/examples, dcgan/main.py.
@@ -123,7 +123,7 @@ class DCGANDiscriminator(nn.Module):
 
 @torch.no_grad()
 def init_dcgan_(network: nn.Module) -> None:
-    """Initialize convolutions from N(0, 0.02^2) and batch-norm weights from N(1, 0.02^2)."""
+    """Initialize convolutions from `N(0, 0.02**2)`, and batch-norm weights from `N(1, 0.02**2)`."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
             nn.init.normal_(module.weight, std=0.02)

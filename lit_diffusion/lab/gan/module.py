@@ -1,4 +1,4 @@
-"""A LightningModule of generative adversarial networks, as baselines for diffusion models."""
+"""A LightningModule for generative adversarial networks, as baselines for diffusion models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,9 +35,10 @@ class AdversarialLoss(Protocol):
 
 @dataclass(frozen=True)
 class NonSaturating:
-    """Non-saturating loss: -log D(x) - log(1 - D(G(z))) and -log D(G(z)).
+    """Non-saturating loss of GANs.
 
-    The first is the discriminator's, the second the generator's. D is the sigmoid of a logit.
+    The discriminator's loss is `-log D(x) - log(1 - D(G(z)))`. The generator's loss is
+    `-log D(G(z))`. D is the sigmoid of a logit.
 
     Source: Goodfellow et al. 2014, section 3.
 
@@ -57,9 +58,10 @@ class NonSaturating:
 
 @dataclass(frozen=True)
 class Hinge:
-    """Hinge loss: max(0, 1 - D(x)) + max(0, 1 + D(G(z))) and -D(G(z)).
+    """Hinge loss of GANs.
 
-    The first is the discriminator's, the second the generator's. D is a logit.
+    The discriminator's loss is `max(0, 1 - D(x)) + max(0, 1 + D(G(z)))`. The generator's loss is
+    `-D(G(z))`. D is a logit.
 
     Source: Lim & Ye 2017 (Geometric GAN), as in BigGAN.
 
@@ -85,24 +87,26 @@ class GANModule(LightningModule):
     `discriminator_steps` steps of the discriminator. `global_step` and `max_steps` count the steps
     of both networks.
 
-    The random numbers of a training step depend only on (seed, rank, step, micro-batch), and those
-    of a sample only on its seed. Samples are generated in eval mode, so batch norm uses running
-    statistics.
+    The random numbers of a training step depend only on (seed, rank, step, micro-batch). The random
+    numbers of a sample depend only on the sample's seed. Samples are generated in eval mode, so
+    batch norm uses running statistics.
 
-    With DDP, pass `--trainer.strategy=ddp_find_unused_parameters_true`, because each network is
-    unused in a step of the other one.
+    With DDP, pass `--trainer.strategy=ddp_find_unused_parameters_true`, because a step of one
+    network does not use the parameters of the other network.
 
     Args:
         generator: network that maps z (B, latent_dim) and labels to images in [-1, 1]. It has an
             attribute `latent_dim`.
         discriminator: network that maps images and labels to logits (B,).
         loss: losses of both networks.
-        generator_optimizer: called with the generator's parameters.
-        discriminator_optimizer: called with the discriminator's parameters.
+        generator_optimizer: function that creates the optimizer from the generator's parameters.
+        discriminator_optimizer: function that creates the optimizer from the discriminator's
+            parameters.
         image_shape: (C, H, W).
         num_classes: number of classes; None if the networks take no labels.
         discriminator_steps: discriminator steps per generator step, >= 1.
-        r1: weight of the R1 penalty, half the squared gradient norm at real images; 0 disables it.
+        r1: weight of the R1 penalty, which is half the squared gradient norm at real images. 0
+            disables the penalty.
 
     Raises:
         ValueError: if a number is out of range, or a network has a different `num_classes`.
@@ -224,7 +228,7 @@ class GANModule(LightningModule):
         return self.loss.generator_loss(self.discriminator(self.generator(z, labels), labels))
 
     def r1_penalty(self, real: Tensor, labels: Tensor | None) -> Tensor:
-        """R1 at real images (B, C, H, W): r1 / 2 times the mean of |d logit / d image|^2."""
+        """R1 at real images (B, C, H, W): `r1 / 2` times the mean of `|d logit / d image|**2`."""
         if self.r1 == 0:
             return real.new_zeros(())
         x = real.detach().requires_grad_()
@@ -253,7 +257,7 @@ class GANModule(LightningModule):
 
         Args:
             seeds: one integer per image.
-            labels: (N,) int64 in [0, num_classes); None means seed mod num_classes.
+            labels: (N,) int64 in [0, num_classes). None means `seed % num_classes`.
 
         Raises:
             ValueError: if labels are out of range, or the networks take no labels.
