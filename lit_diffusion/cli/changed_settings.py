@@ -23,7 +23,7 @@ def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[A
     """Settings that differ, as {dotted name: (saved value, used value)}.
 
     For objects of different classes, only the class paths are compared. Settings on only one side
-    are ignored: a newer version may have added an argument.
+    are ignored, because a newer version may have added an argument.
     """
     are_lists = isinstance(saved, list | tuple) and isinstance(used, list | tuple)
     if saved == used or (are_lists and list(saved) == list(used)):  # YAML has no tuples
@@ -81,7 +81,8 @@ class ApplyChangedHyperparameters(Callback):
         """Copy the changed options of the new optimizers into the checkpoint.
 
         Raises:
-            ValueError: if the state of an lr scheduler is damaged, or the optimizer is another.
+            ValueError: if the state of an lr scheduler is damaged, or the optimizer has a different
+                class.
         """
         schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
         for scheduler, state in zip(schedulers, checkpoint["lr_schedulers"], strict=False):

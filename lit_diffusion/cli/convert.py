@@ -121,10 +121,11 @@ def export(
         form: "safetensors" (`interchange.exported`) or "diffusers" (`diffusers_folder`).
         vae: folder of the AutoencoderKL of a latent DiT, in the form "diffusers".
         trust: as in `checkpoints.load`.
-        compare: whether to generate images of two seeds by the diffusers pipeline and by the run.
-        dtype: one of `DTYPES`, for the weights in the form "safetensors"; None keeps theirs.
-        license: license of the weights in the model card; None leaves it out.
-        name: name of the model in the model card; None means that of `folder`.
+        compare: whether to generate images of two seeds with the diffusers pipeline and with the
+            run.
+        dtype: one of `DTYPES`, for the weights in the form "safetensors". None keeps their dtypes.
+        license: license of the weights in the model card. None omits the license.
+        name: name of the model in the model card. None means the name of `folder`.
         notes: Markdown to add to the model card.
 
     Returns:

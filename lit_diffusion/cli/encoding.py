@@ -33,8 +33,8 @@ def plan_shards(
     """Write the index of a folder of latents, or check the existing one; may add flips to it.
 
     Raises:
-        ValueError: if the folder has latents of other images or of another VAE. The message names
-            the difference.
+        ValueError: if the folder has latents of different images or from a different VAE. The
+            message names the difference.
     """
     require_at_least(1, shard_size=shard_size)
     codec.encoded_shape(images.image_shape)
@@ -73,7 +73,7 @@ def encode_shards(
     rank: int = 0,
     world_size: int = 1,
 ) -> int:
-    """Write this process's share of the missing shards of a folder; return their number.
+    """Write this process's share of the missing shards of a folder, and return their number.
 
     A shard depends only on its images, not on the process that writes it.
     """

@@ -96,7 +96,7 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
 
 
 def _read_samples_record(folder: Path) -> dict[str, Any]:
-    """The content of samples.json in a folder of images; without it, the folder's name."""
+    """The content of samples.json in a folder of images. Without the file, the folder's name."""
     path = folder / RECORD
     if not path.exists():
         return {"images": str(folder)}
@@ -129,13 +129,13 @@ def table(record: Mapping[str, Any]) -> str:
 def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[str, Any]:
     """Score averages of several relative widths on the same seeds, and plot FID against width.
 
-    Appends each record to ema-curve.jsonl in the run folder at once, for `compare`.
+    Each record is immediately appended to ema-curve.jsonl in the run folder, for `compare`.
 
     Returns:
         Records by width, the best width, and the paths of figure and records.
 
     Raises:
-        ValueError: before any scoring: with --out or --weights, or for a width that cannot be
+        ValueError: before any scoring, if --out or --weights is set, or if a width cannot be
             reconstructed from the run.
     """
     sampling = options.sampling
@@ -195,7 +195,7 @@ def _as_evaluation(record: Mapping[str, Any]) -> FIDRecord:
 def _draw_curve(records: Mapping[float, Mapping[str, Any]], path: Path) -> None:
     """Plot FID against width, on a logarithmic axis.
 
-    The FID of real images is in the title; a line for it would flatten the curve.
+    The FID of real images is in the title, because a line for it would flatten the curve.
     """
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""Make a resumed run end exactly like an uninterrupted one, where Lightning alone does not.
+"""Make a resumed run end exactly like an uninterrupted run, where Lightning alone does not.
 
-Uses private names of Lightning, as `fit` does. A test asserts that each exists with the expected
-signature, as for `callbacks.trainer_state`.
+Like `fit`, this file uses private names of Lightning. A test asserts that each name exists with the
+expected signature, as for `callbacks.trainer_state`.
 """
 
 import os
@@ -55,19 +55,21 @@ class ExactResume(AccumulationTracker, Callback):
     epoch, where GradientAccumulationScheduler sets its factor. It updates ReduceLROnPlateau after
     the hooks in which checkpoints are saved, and not at all at the end of an interrupted epoch. It
     does not save `callback_metrics`, which ReduceLROnPlateau, ModelCheckpoint and EarlyStopping
-    read. It does not save all of the state of ModelCheckpoint. It trains on after EarlyStopping has
-    stopped a fit that was killed before its end, or that is started again.
+    read. It does not save all of the state of ModelCheckpoint. It continues to train if
+    EarlyStopping has stopped a fit that was then killed before its end, or that is started again.
 
-    metrics.csv and evaluations.jsonl stay consistent with the checkpoint: all rows of its step are
-    on disk before it is written, and a resume deletes the rows of later steps. Training images are
-    counted correctly even if a resume changes the batch size.
+    The files metrics.csv and evaluations.jsonl stay consistent with the checkpoint. All rows of its
+    step are on disk before it is written, and a resume deletes the rows of later steps. Training
+    images are counted correctly even if a resume changes the batch size.
 
-    Checkpoints of callbacks other than `LastCheckpoint` may be marked. A checkpoint between
-    accumulated batches lacks their gradients; resuming from it raises an error. A checkpoint before
-    the validation of its step skips this validation, and one at the end of an epoch makes Lightning
-    count a step twice in its logs; resuming from these warns. All of them can be used for sampling.
+    Checkpoints that callbacks other than `LastCheckpoint` save may be marked. A checkpoint between
+    accumulated batches lacks their gradients, and resuming from it raises an error. A resume from a
+    checkpoint before the validation of its step skips this validation. After a resume from a
+    checkpoint at the end of an epoch, Lightning counts a step twice in its logs. A resume from
+    these two kinds prints a warning. You can use all marked checkpoints for sampling.
 
-    List it after other callbacks: GradientAccumulationScheduler must start from a factor of 1.
+    List this callback after other callbacks, because GradientAccumulationScheduler must start from
+    a factor of 1.
 
     Attributes:
         image_count: image count of the fit, which `count_training_images` reads.
@@ -119,7 +121,7 @@ class ExactResume(AccumulationTracker, Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Raise or warn if the checkpoint is marked; load what was saved."""
+        """Raise an error or warn if the checkpoint is marked, and load the saved state."""
         reason = checkpoint.get("resumes_inexactly")
         if reason == BETWEEN_BATCHES:
             raise ValueError(
@@ -138,7 +140,7 @@ class ExactResume(AccumulationTracker, Callback):
         self._model_checkpoint_states = checkpoint.get("model_checkpoints", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore what was loaded, and make up for what Lightning skipped."""
+        """Restore the loaded state, and make up for the steps that Lightning skipped."""
         loop = trainer.fit_loop.epoch_loop
         # For a checkpoint saved at a validation, Lightning counts the step when it skips that
         # validation. If no validation is due now, the step is counted here.

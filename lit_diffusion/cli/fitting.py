@@ -136,7 +136,7 @@ class RunCLI(LightningCLI):
     # Parsing
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the requested command: building the parsers of all of them is slow."""
+        """Only the requested command, because building the parsers of all commands is slow."""
         return {self.request.command: LightningCLI.subcommands()[self.request.command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -220,7 +220,7 @@ class RunCLI(LightningCLI):
         return self.is_fit and not self.config_dump["trainer"]["fast_dev_run"]
 
     def before_instantiate_classes(self) -> None:
-        """Refuse wrong settings, and a fit that would overwrite or repeat another run."""
+        """Raise an error for wrong settings, or if a fit would overwrite or repeat a run."""
         request = self.request
         if self._saved_model is not None and request.checkpoint is not None:
             model, settings = self.config_dump["model"], model_settings(request)
@@ -416,7 +416,7 @@ def _rewrite_nested_null(option: str) -> str:
 
 
 def _take_from_data(model: Any, data: Any, trust: Sequence[str]) -> None:
-    """Replace `image_shape` and `num_classes` of a module that are "data" by those of the data.
+    """Replace the value "data" of a module's `image_shape` and `num_classes` with the data's value.
 
     Raises:
         ValueError: if there are no data, or they lack the value.

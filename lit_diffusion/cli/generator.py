@@ -58,7 +58,7 @@ class ImageGenerator:
     guided_by: dict[str, Any] | None = None
 
     def generate(self, numbers: Sequence[int]) -> Tensor:
-        """Images (N, C, H, W) uint8 on the CPU; each depends only on its own number."""
+        """Images (N, C, H, W) uint8 on the CPU. Each image depends only on its own number."""
         module: Any = self.loaded.module
         seeds = [self.options.seed + i for i in numbers]
         num_rows = len(self.options.prompt or self.labels or "-")
@@ -119,7 +119,7 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: for options that the model does not support.
+        ValueError: if the model does not support an option.
     """
     assert options.checkpoint is not None
     device = usable_device(options.device)
@@ -159,7 +159,7 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 
 
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
-    """Parse --labels: numbers or names of classes; only names if a number could mean either.
+    """Parse --labels: numbers or names of classes. Only names if a number could mean either.
 
     Args:
         text: value of the option, separated by commas; -1 means no class.
@@ -227,8 +227,8 @@ def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
 def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
-    Other arguments are those of the checkpoint. A solver of another class inherits only `steps`,
-    `clip` and `times`, if it has such arguments. DDPM gets the variance that the loss trains.
+    Other arguments come from the checkpoint. A solver of a different class inherits only `steps`,
+    `clip` and `times`, if it has these arguments. DDPM gets the variance that the loss trains.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)
@@ -263,7 +263,7 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
 
 
 def editing_solver(module: Any, options: SamplingOptions) -> Any:
-    """The solver to use: the module's; its last steps for --init; RePaint for --mask."""
+    """The solver to use: RePaint for --mask, for --init its last steps, else the module's."""
     if options.init is None:
         return module.solver
     if options.mask:

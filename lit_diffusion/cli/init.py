@@ -107,7 +107,8 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         FileExistsError: if the folder has a config or a README already.
         FileNotFoundError: if there is no folder of images.
-        ValueError: for a wrong size or path, or images that the data module would refuse.
+        ValueError: if a size or path is wrong, or if the data module would raise an error for the
+            images.
     """
     args = build_parser().parse_args(argv[1:])
     if not args.folder:
@@ -152,8 +153,9 @@ def count_images(root: Path) -> tuple[int, list[str]]:
 
     Raises:
         FileNotFoundError: if the folder does not exist.
-        ValueError: if it has fewer than four images, of which two are held out, an empty class
-            folder, or images in no class folder. `ImageFolder` would refuse these later.
+        ValueError: if the folder has fewer than four images (two are held out), an empty class
+            folder, or images in no class folder. `ImageFolder` would raise an error for these
+            later.
     """
     if not root.is_dir():
         raise FileNotFoundError(

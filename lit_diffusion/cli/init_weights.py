@@ -16,7 +16,7 @@ from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_expor
 
 
 def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) -> str:
-    """Copy the weights of --init_weights that fit into a module; return a line of text about it.
+    """Copy the weights of --init_weights that fit into a module, and return a line of text.
 
     Args:
         module: module to initialize.
@@ -58,7 +58,7 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
 def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
     """Read the `source` of `start_from`: a description, the weights by name, and the settings.
 
-    Without a suffix, reads the average weights if there are any, else the raw ones.
+    Without a suffix, reads the EMA weights if there are any, else the raw weights.
     """
     name, weights = split_weights_suffix(source)
     path = Path(name) if is_exported(name) else checkpoint_file(name)

@@ -31,21 +31,21 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     """Saves `folder`/last.ckpt regularly, and at the end of the fit.
 
     The first save happens after `first` optimizer steps, so that an unwritable disk is noticed
-    early. Further saves follow every `every_n_seconds`, or less often if saving is slow: it takes
-    at most 2% of the time.
+    early. Further saves follow every `every_n_seconds`. If saving is slow, they are less frequent,
+    so that saving takes at most 2% of the time.
 
-    A checkpoint is saved only where Lightning resumes exactly: after a batch that ends a step, or
-    after the validation of this step. None is saved after the last batch of an epoch, because a
-    resume would skip the hooks at the end of the epoch. The checkpoint of the last step replaces
-    last.ckpt in `on_train_end`. A run that is killed before that resumes from the previous
-    checkpoint and repeats the end. (A file saved in `on_train_end` of an unfinished epoch would
-    resume in the next epoch.)
+    A checkpoint is saved only where Lightning resumes exactly. This is after a batch that ends a
+    step, or after the validation of this step. No checkpoint is saved after the last batch of an
+    epoch, because a resume would skip the hooks at the end of the epoch. The checkpoint of the last
+    step replaces last.ckpt in `on_train_end`. A run that is killed before that resumes from the
+    previous checkpoint and repeats the end. (A file saved in `on_train_end` of an unfinished epoch
+    would resume in the next epoch.)
 
-    The previous checkpoint is stored as before-last.ckpt until the next batch, on a GPU the next
-    logging step, has a finite loss. If FiniteUpdates has skipped no update since, the next save
-    replaces before-last.ckpt by last.ckpt. If the run ends because of a non-finite loss or
-    gradient, before-last.ckpt replaces last.ckpt, because the update before that may have ruined
-    the weights.
+    The previous checkpoint is stored as before-last.ckpt until the next batch has a finite loss. On
+    a GPU, the loss is read at the next logging step. If FiniteUpdates has skipped no update since,
+    the next save replaces before-last.ckpt with last.ckpt. If the run ends because of a non-finite
+    loss or gradient, before-last.ckpt replaces last.ckpt, because the last update before the
+    non-finite one may have ruined the weights.
 
     Args:
         folder: folder of the file.

@@ -23,10 +23,10 @@ class AppendingCSVLogger(Logger):
 
     A row is in the file when `log_metrics` returns. New metrics become new columns at the right.
 
-    The step of a resumed run is that of `rewind`, or else that of its first row. Rows of later
-    steps, which the interrupted run wrote, are deleted. Rows of this step, and rows of `log_ahead`,
-    are replaced when their metrics are logged again. (Lightning's CSVLogger deletes the file
-    instead.)
+    The step at which a run resumes is the step passed to `rewind`, or else the step of its first
+    row. Rows of later steps, which the interrupted run wrote, are deleted. Rows of this step, and
+    rows of `log_ahead`, are replaced when their metrics are logged again. (Lightning's CSVLogger
+    deletes the file instead.)
 
     Args:
         save_dir: folder of the run, created with the first row.

@@ -25,7 +25,7 @@ from lit_diffusion.pretrained import is_packaged
 def read_data_settings(
     checkpoint: str | Path | None, configs: Sequence[str] | None
 ) -> tuple[list[dict[str, Any]], str]:
-    """Read the entries data: of `configs`, or else of the checkpoint's run; also returns the path.
+    """Read the entries data: of `configs`, or else of the checkpoint's run. Also return the path.
 
     Raises:
         FileNotFoundError: if a config does not exist.
@@ -54,8 +54,8 @@ def build_data(
 ) -> Any:
     """Build and prepare the data module of configs; None if it has no splits.
 
-    Later settings override earlier ones as in `fit`, and `options`, such as
-    --data.init_args.NAME=VALUE, override them all. `path` is for error messages.
+    As in `fit`, later settings override earlier settings. The `options`, such as
+    --data.init_args.NAME=VALUE, override all settings. `path` is for error messages.
     """
     if not (settings or options):
         return None
@@ -108,10 +108,10 @@ def real_images(
 
 
 def protocol_of_run(checkpoint: str | None) -> str:
-    """Name of the FID protocol of a run: of its last evaluation, else of its config.
+    """Name of a run's FID protocol, from its last evaluation or else from its config.
 
-    For an extractor that was trained, it is the path of its copy in the run folder. Files elsewhere
-    are never named.
+    For a trained extractor, the result is the path of its copy in the run folder. Files outside the
+    run folder are never named.
 
     Raises:
         ValueError: if the config names an extractor of another class, or one without a single copy.

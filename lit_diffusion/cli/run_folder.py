@@ -47,8 +47,8 @@ class InUse(ValueError):
 class Request:
     """The parts of a command line that must be known before its config is parsed.
 
-    `requeued` means that SLURM has restarted the job: it continues from the last checkpoint of its
-    run folder, whatever the command line says.
+    `requeued` means that SLURM has restarted the job. The job then continues from the last
+    checkpoint of its run folder, whatever the command line says.
     """
 
     command: str  # fit, validate, test or predict
@@ -70,9 +70,9 @@ class Request:
 def read_command_line(argv: Sequence[str]) -> Request:
     """Find the run folder and the checkpoint of a command line.
 
-    The run folder is --trainer.default_root_dir of the command line or of a config; else that of
-    the checkpoint; else runs/<name of the first config>. For a config that a run wrote, it is the
-    folder of this config.
+    The run folder is --trainer.default_root_dir of the command line or of a config. Without this
+    setting, it is the run folder of the checkpoint, or else runs/<name of the first config>. For a
+    config that a run wrote, the run folder is the folder of this config.
 
     Args:
         argv: the command, then its options.
@@ -208,7 +208,7 @@ def model_settings(request: Request) -> list[Any]:
 
 
 def _replace_folder(value: Any, old: str, new: str) -> Any:
-    """Settings with the folder `old` replaced by `new` in all paths."""
+    """Settings in which `new` replaces the folder `old` in all paths."""
     if isinstance(value, str) and (value == old or value.startswith(f"{old}/")):
         return new + value[len(old) :]
     if isinstance(value, dict):

@@ -46,7 +46,7 @@ def unfinished_record(folder: Path) -> dict[str, Any]:
 def write_samples(
     generator: ImageGenerator, num: int, folder: Path, trajectory: bool = False
 ) -> dict[str, Any]:
-    """Generate the missing images of a folder; return the content of samples.json.
+    """Generate the missing images of a folder, and return the content of samples.json.
 
     samples.json is updated after each batch, so an interrupted command can be repeated.
 
@@ -57,8 +57,8 @@ def write_samples(
         trajectory: whether to write the trajectories of the first images as well.
 
     Raises:
-        ValueError: if `num` is below 1, the folder has images of other options, or a trajectory is
-            requested of a module without `watch`.
+        ValueError: if `num` is below 1, if the folder has images from different options, or if you
+            request a trajectory of a module without `watch`.
     """
     if num < 1:
         raise ValueError(f"--num must be at least 1, got {num}.")

@@ -82,11 +82,11 @@ class Cell:
 def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, folder: Path) -> str:
     """Write images of each cell, and comparison.json, .csv and .png; return a summary.
 
-    An interrupted command can be repeated; existing images are not generated again.
+    You can repeat an interrupted command, because existing images are not generated again.
 
     Raises:
-        ValueError: for unknown solvers, less than one step, a module that supports no other solver,
-            or if no solver can run.
+        ValueError: if a solver is unknown, if a number of steps is below one, if the module
+            supports no other solver, or if no solver can run.
     """
     # --solver.NAME applies to each solver of the comparison, not to that of the checkpoint
     loading = replace(sampling, solver_options=())

@@ -33,7 +33,7 @@ class Frame(NamedTuple):
 class Trajectory:
     """A `protocols.Watch` that records evenly spaced solver steps, fewer than `MAX_GIF_STEPS`.
 
-    x_t is divided by sqrt(alpha^2 + sigma^2), to the scale of an image.
+    Each x_t is divided by `sqrt(alpha**2 + sigma**2)`, so that it has the scale of an image.
 
     Args:
         module: module that calls this as its `watch`.
@@ -45,7 +45,7 @@ class Trajectory:
         self.frames: list[Frame] = []
 
     def __call__(self, step: int, t: Tensor, x_t: Tensor, x0: Tensor) -> None:
-        """Record a step; drop every other one if there are too many."""
+        """Record a step, and drop every other step if there are too many."""
         if step % self._every:
             return
         alpha, sigma = self._module.process.alpha_sigma(t)

@@ -54,7 +54,7 @@ problem = partial(Finding, Level.PROBLEM)
 def check_ranks(run: ExaminedRun) -> Iterator[Finding]:
     """Whether each process on a CPU has a core, and SLURM starts as many as the config needs.
 
-    Lightning itself refuses most mistakes with torchrun.
+    Lightning itself raises an error for most mistakes with torchrun.
     """
     devices, nodes = run.cli.num_devices, run.cli.num_nodes
     if run.trainer.strategy.root_device.type == "cpu" and devices > (cores := usable_cores()):

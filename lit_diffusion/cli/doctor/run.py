@@ -36,8 +36,8 @@ OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in {*callbacks.__all__} 
 class FitOnOneProcess(RunCLI):
     """Builds everything that `fit` builds, with a Trainer of one process that writes to `folder`.
 
-    Also builds the Trainer of the config. If that cannot be built, `failures` says why, and the
-    Trainer of one process uses the CPU.
+    The class also builds the Trainer of the config. If that Trainer cannot be built, `failures`
+    says why, and the Trainer with one process uses the CPU.
     """
 
     def __init__(self, request: Request, contexts: ExitStack, folder: str) -> None:
@@ -47,7 +47,7 @@ class FitOnOneProcess(RunCLI):
         super().__init__(request, contexts)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build both Trainers; return that of one process."""
+        """Build both Trainers, and return the Trainer with one process."""
         settings = self.trainer_settings
         try:
             trainer = super().instantiate_trainer(**kwargs)
@@ -223,8 +223,8 @@ class FitMeasured(Exception):
 class Stopwatch(Callback):
     """Times the first optimizer steps of a fit, and ends it by raising `FitMeasured`.
 
-    The fit ends 30 steps or `seconds` after its first step, which may compile the network, or at a
-    validation, or before the first step unless it `makes_steps`.
+    The fit ends 30 steps or `seconds` after its first step, which may compile the network. It also
+    ends at a validation. Unless it `makes_steps`, it ends before the first step.
     """
 
     def __init__(self, seconds: float, makes_steps: bool) -> None:

@@ -35,8 +35,9 @@ class Result:
 
     Attributes:
         crossings: crossings of the comparison's target, one per seed.
-        at: FID to which the speed-up is measured. It is the target. If a seed of the arm never
-            reached the target, it is the lowest FID that every seed of both arms reached.
+        at: FID to which the speed-up is measured. This is the target, unless a seed of the arm
+            never reached the target. Then it is the lowest FID that every seed of both arms
+            reached.
         holm_p: `speedup.p` adjusted for the number of arms; None without a test.
         end_p: adjusted p-value of the test on last FIDs if the verdict is WORSE, otherwise None.
     """
@@ -83,7 +84,7 @@ class Comparison:
         return (self.baseline, *(result.arm for result in self.results))
 
     def ends_higher(self, result: Result) -> bool:
-        """Whether the lowest FID of the median seed is above that of the baseline."""
+        """Whether the median seed's lowest FID is above the value for the baseline."""
         return result.arm.median_best > self.baseline.median_best
 
     def falls_short(self, result: Result) -> bool:
@@ -222,10 +223,10 @@ def _test_last_fid(result: Result, base: Arm, target: float, num_arms: int) -> R
 
 
 def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
-    """Replace the steps of arms by training images.
+    """Replace the steps of arms with training images.
 
     Returns:
-        The arms; None if the images are unknown, or if all arms use the same number per step.
+        The arms. None if the images are unknown, or if all arms use the same number per step.
     """
     rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
     if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):
@@ -237,7 +238,7 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
 
 
 def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
-    """Replace the FIDs of arms by another metric; NaN where an evaluation lacks it.
+    """Replace the FIDs of arms with another metric, or with NaN where an evaluation lacks it.
 
     Arms are omitted if a seed has no finite value.
     """

@@ -1,6 +1,6 @@
 """FID curves: when a run reaches a target, how steady it is, and how precise an FID is.
 
-An arm, as in a clinical trial, is one way to train: its runs have configs that differ only in the
+An arm, as in a clinical trial, is one way to train. The configs of its runs differ only in the
 seed. The curve of a run is its FID as a function of optimizer steps.
 """
 
@@ -133,9 +133,9 @@ class Curve:
     def crossing(self, target: float) -> Crossing:
         """Compute the step at which the running minimum of the FID first reaches a target > 0.
 
-        Log FID is interpolated linearly between evaluations k - 1 and k:
-        step = s_{k-1} + (s_k - s_{k-1}) (log m_{k-1} - log target) / (log m_{k-1} - log m_k),
-        where m is the running minimum, which ignores NaN.
+        Log FID is interpolated linearly between evaluations k - 1 and k. The step is `s[k-1] +
+        (s[k] - s[k-1]) * (log(m[k-1]) - log(target)) / (log(m[k-1]) - log(m[k]))`. Here, s are the
+        steps and m is the running minimum, which ignores NaN.
 
         Example:
             >>> curve = Curve("0", (1000, 2000, 3000), (16.0, 4.0, 3.0))
@@ -250,8 +250,8 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
 def paired_spread(curves: Iterable[Curve]) -> Spread | None:
     """Estimate the spread of the last FID over sets of samples that all runs have in common.
 
-    An effect of a set on all runs is removed. Let x_rk be log FID of run r on its k-th set of
-    samples. The residuals x_rk - mean_k - mean_r + mean have (runs - 1) (sets - 1) degrees of
+    An effect of a set on all runs is removed. Let `x_rk` be log FID of run r on its k-th set of
+    samples. The residuals `x_rk - mean_k - mean_r + mean` have `(runs - 1) * (sets - 1)` degrees of
     freedom. If the k-th sets differ between runs, there is no common effect, and the result
     estimates `sampling_spread`. Runs with equal numbers of repeats, all finite, are pooled.
 

@@ -58,9 +58,9 @@ def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
 
     OMP_NUM_THREADS of each job is its share of the cores, unless the variable is already set.
 
-    Batch systems announce the end of a job by SIGUSR1. It is passed on to the processes, which then
-    have no time limit to end. On other signals the processes get a SIGTERM. Ignored signals (nohup)
-    stay ignored.
+    Batch systems announce the end of a job with SIGUSR1. This signal is passed on to the processes,
+    which then have no time limit to end. On other signals, the processes get a SIGTERM. Ignored
+    signals (nohup) stay ignored.
 
     Args:
         jobs: iterator over jobs. The next job is requested whenever there is room for it. None

@@ -25,7 +25,7 @@ class TTest:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
-    """Run Welch's t test for the difference of means of two samples, by scipy's `ttest_ind`.
+    """Run Welch's t test for the difference of means of two samples, with scipy's `ttest_ind`.
 
     Returns:
         The result; None if a sample has fewer than two values, or if both have zero variance.
@@ -46,7 +46,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> TTest | None:
-    """Run a paired t test for the mean difference of two samples, by scipy's `ttest_rel`.
+    """Run a paired t test for the mean difference of two samples, with scipy's `ttest_rel`.
 
     Returns:
         The result; None if there are fewer than two pairs, or if all differences are equal.
@@ -69,12 +69,11 @@ def _to_ttest(result: Any, difference: float) -> TTest:
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Adjust p-values for multiple tests by Holm's method.
+    """Adjust p-values for multiple tests with Holm's method.
 
-    With m tests and ascending p_(1), p_(2), ..., p_(k) becomes
-    max over j <= k of min((m - j + 1) p_(j), 1). None stands for a test that the data did not
-    allow. It counts among the m tests as if its p were 1, because the data determine whether there
-    is a p.
+    With m tests and p-values `p_1 <= p_2 <= ...`, the adjusted `p_k` is the maximum over j <= k of
+    `min((m - j + 1) * p_j, 1)`. None means a test that the data did not allow. This test counts
+    among the m tests as if its p were 1, because the data determine whether there is a p.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
 
@@ -119,7 +118,7 @@ def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
 
     The result is the ratio of geometric means over seeds, with Welch's interval on log steps. A
     censored crossing enters as its bound. The ratio is then a bound, too, and the interval is
-    unbounded on this side. There is no interval if the bound does not determine which arm is
+    unbounded on that side. There is no interval if the bound does not determine which arm is
     faster.
 
     Example:
