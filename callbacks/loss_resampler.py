@@ -88,7 +88,7 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
     Returns:
         (num_bins,) float64 probabilities. All are 1 until every bin has a full history.
 
-        Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
 
     Example:
         >>> history = LossHistory(torch.tensor([[3.0], [1.0]]).double(), torch.tensor([1, 1]))

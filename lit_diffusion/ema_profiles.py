@@ -2,7 +2,7 @@
 
 At step t, the average multiplies the parameters of each step tau in [0, t] by the profile
 
-    p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1).
+    p(tau) = (gamma + 1) * tau**gamma / t**(gamma + 1).
 
 Users set gamma through the relative width of the profile. The relative width is the standard
 deviation of tau under p, divided by t.

@@ -197,18 +197,18 @@ class EDMPreconditioning:
 
 @dataclass(frozen=True)
 class FDM:
-    """Fast Diffusion Model: changes the network input of another parameterization by damping.
+    """Fast Diffusion Model: another parameterization with a critically damped network input.
 
-    The damping is critical. Only the input of the network changes. It is `s * x_t / alpha`. With
+    Only the input of the network changes. The new input is `s * x_t / alpha`. With
     `level = sigma / alpha`, the factor s is
 
-        s = exp(-m * B) * (1 + m * B), B(u) = 0.1 * u + 9.95 * u**2, u = (level - sigma_min) /
-        (sigma_max - sigma_min).
+        s = exp(-m * B) * (1 + m * B),  B(u) = 0.1 * u + 9.95 * u**2,
+        u = (level - sigma_min) / (sigma_max - sigma_min).
 
     Above sigma_max, s vanishes faster than `x_t / alpha` grows, so the network sees only the noise
     level. If a process has levels far above sigma_max, use a base whose target does not depend on
-    x_t at these levels, such as Velocity or EDMPreconditioning. Cosine betas are an example of such
-    a process.
+    x_t at these levels: Velocity or EDMPreconditioning. With cosine betas, for example, a process
+    has levels far above sigma_max.
 
     Args:
         base: parameterization of the output.
