@@ -144,8 +144,8 @@ class EDMPreconditioning:
     class works for any alpha. The variance of x_t is `V = alpha**2 * sigma_data**2 + sigma**2`. The
     factors are
 
-        c_in = 1 / sqrt(V), c_skip = alpha * sigma_data**2 / V, c_out = sigma * sigma_data /
-        sqrt(V).
+        c_in = 1 / sqrt(V),  c_skip = alpha * sigma_data**2 / V,
+        c_out = sigma * sigma_data / sqrt(V).
 
     On a variance-preserving process with sigma_data = 1, F equals -v (see `Velocity`). For EDM's
     weighting `lambda(sigma) = 1 / c_out**2`, use `Simple`. The noise label of `EDMProcess` is EDM's
