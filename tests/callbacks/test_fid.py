@@ -381,7 +381,8 @@ def test_a_best_that_was_measured_otherwise_decides_nothing_after_a_resume(tmp_p
         "ema_decay": {"decay": 0.25},
         "data": {"seed": 2},
     }.items():
-        with pytest.warns(UserWarning, match=f"at step 8, had another {what}: it is dropped"):
+        dropped = f"at step 8, was measured with another {what}: it is dropped"
+        with pytest.warns(UserWarning, match=dropped):
             assert run(what, **resume, **options)
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
         assert run("extractor", **resume, protocol=OtherPixels)

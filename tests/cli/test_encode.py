@@ -100,7 +100,9 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys, 
     Path("run/evaluations.jsonl").unlink()
     capsys.readouterr()
     assert call(evaluate) == 2
-    assert "run was trained on latents; pass --reference DIR, a folder" in capsys.readouterr().err
+    assert (
+        "run was trained on latents; add --reference DIR with a folder" in capsys.readouterr().err
+    )
     check_edits()
     weights = Path("vae/diffusion_pytorch_model.safetensors")
     state = bytearray(weights.read_bytes())
