@@ -68,9 +68,8 @@ def check_edits():
     ):
         generator = load_generator(sampling(f"--init crops/a/0.png {option}"))
         assert torch.equal(generator.generate(range(2)), expected)
-    with pytest.raises(ValueError, match=r"have the shape \(3, 32, 32\).*, got \(3, 32, 40\)"):
-        ValueError, match=r"must have the shape \(3, 32, 32\) .*, got \(3, 32, 40\)"
-    ):
+    shapes = r"must have the shape \(3, 32, 32\) .*, got \(3, 32, 40\)"
+    with pytest.raises(ValueError, match=shapes):
         load_generator(sampling("--init pictures/a/0.png"))
 
 
