@@ -436,8 +436,8 @@ class DescribesSampling(Protocol):
 class HasNoiseLevels(Protocol):
     """A module that computes the loss of images at given noise levels.
 
-    `isinstance` does not support this protocol. Since Python 3.12, `isinstance` would not find a
-    codec that is an nn.Module.
+    `isinstance` does not support this protocol, because from Python 3.12 on it would return False
+    for a codec that is an nn.Module.
     """
 
     @property

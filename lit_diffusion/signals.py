@@ -139,7 +139,10 @@ def record_signals() -> Iterator[None]:
 
 
 def redeliver_signal() -> None:
-    """Stop recording and send a recorded signal again; for processes that will save nothing."""
+    """Stop recording signals, and redeliver one that was recorded.
+
+    For processes that have nothing to save.
+    """
     recorder = _recorder
     if recorder is not None:
         recorder.stop()

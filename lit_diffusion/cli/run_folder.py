@@ -1,4 +1,4 @@
-"""Find the run folder of a command, in which it reads and writes, before classes are built.
+"""Find the folder that a command reads from and writes to, before it builds any object.
 
 docs/runs.md lists its files.
 """
