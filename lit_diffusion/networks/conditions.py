@@ -8,8 +8,8 @@
 | `WordIds(num_words)`      | ids (B, L) int64, -1 where there is no word | tokens (B, 1 + L, D)  |
 
 Every kind has a null embedding for images without a condition. Depending on the kind, such an image
-has a label of -1, no vector, no tokens or no words. If the condition is None, all images get the null embedding. The
-null embedding is learned, except for labels in a `UNet`, where it is zero.
+has a label of -1, no vector, no tokens or no words. If the condition is None, all images get the
+null embedding. The null embedding is learned, except for labels in a `UNet`, where it is zero.
 
 Masks are True for tokens that exist. Values of absent vectors and tokens are ignored, even if they
 are NaN. No function in this file synchronizes with the device.
