@@ -1,7 +1,7 @@
 """Make a model of the package from a run. Call it where the run was started:
 
     python tests/benchmarks/package_model.py runs/digits digits \
-        --command "lit-diffusion fit --config configs/digits.yaml" --hardware "75 s on two cores"
+        --command "lit-diffusion fit --config configs/digits.yaml" --hardware "45 s on two cores"
 
 It replaces the folder lit_diffusion/pretrained/NAME, which gets
 
