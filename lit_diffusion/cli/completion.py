@@ -31,18 +31,18 @@ SCRIPTS = {
 }
 complete -o default -F _lit_diffusion lit-diffusion""",
     "zsh": r"""_lit_diffusion() {
-    local -a found
-    found=(${(f)"$(lit-diffusion completion --line "$LBUFFER" 2>/dev/null)"})
+    local -a candidates
+    candidates=(${(f)"$(lit-diffusion completion --line "$LBUFFER" 2>/dev/null)"})
     compset -P '*='
-    (( $#found )) || { _files; return }
-    compadd -S '' -- ${(M)found:#*[.=]}
-    compadd -- ${found:#*[.=]}
+    (( $#candidates )) || { _files; return }
+    compadd -S '' -- ${(M)candidates:#*[.=]}
+    compadd -- ${candidates:#*[.=]}
 }
 compdef _lit_diffusion lit-diffusion""",
     "fish": r"""function __lit_diffusion
     set -l option (string match -r -- '^-.*=' (commandline -ct))
-    for found in (lit-diffusion completion --line (commandline -cp) 2>/dev/null)
-        echo "$option$found"
+    for candidate in (lit-diffusion completion --line (commandline -cp) 2>/dev/null)
+        echo "$option$candidate"
     end
 end
 complete -c lit-diffusion -a '(__lit_diffusion)'""",

@@ -51,12 +51,12 @@ def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]
     Returns:
         The arguments, and the path of each name that was replaced.
     """
-    found: dict[str, str] = {}
+    shipped_paths: dict[str, str] = {}
 
     def replace(value: str) -> str:
         parts = value.split("+")
         paths = {part: path for part in parts if (path := find_shipped_config(part))}
-        found.update(paths)
+        shipped_paths.update(paths)
         return "+".join(paths.get(part, part) for part in parts)
 
     words, has_config = [], True  # whether the next word may be a config
@@ -71,4 +71,4 @@ def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]
         else:
             has_config = True  # after the value of another option
         words.append(word)
-    return words, found
+    return words, shipped_paths
