@@ -1,8 +1,9 @@
 """Solvers: from noise to images, given a denoise function.
 
-Solvers do not depend on networks or labels. The function `denoise(x_t, t)` hides parameterization
-and guidance, and `randn_like` hides the source of random numbers. Coefficients are float64 scalars.
-Images keep their dtype. For pixels, set `clip` to clamp x0 to [-1, 1]. For latents, do not set it.
+Solvers do not depend on networks or labels. A solver calls `denoise(x_t, t)`, which contains the
+network, its parameterization and guidance, and draws random numbers with `randn_like(x_t)`. The
+coefficients of a step are float64 scalars, and images keep their dtype. With `clip=True`, solvers
+clamp each estimate of x0 to [-1, 1]. Use `clip=True` for pixels and `clip=False` for latents.
 
 Example:
     >>> from lit_diffusion.processes import LinearFlow

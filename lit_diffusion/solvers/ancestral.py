@@ -1,4 +1,7 @@
-"""DDPM, DDIM and Euler: steps that use `q(x_s | x_t, x0)`, with adjustable new noise."""
+"""Solvers DDPM, DDIM, Euler and EulerAncestral, whose steps use the posterior `q(x_s | x_t, x0)`.
+
+A step goes from time t to the less noisy time s.
+"""
 
 import math
 from dataclasses import dataclass
@@ -27,12 +30,13 @@ class DDPM:
     """Ancestral sampling: each step draws x_s from `p(x_s | x_t)`.
 
     Args:
-        variance: variance of each step. Use gaussian.FixedSmall or FixedLarge, or LearnedRange for
-            networks trained with HybridLoss.
-        steps: evaluations of the network.
-        times: grid. None uses `Sections()` in discrete time, which is improved-diffusion's
-            respacing, and `LogSNR(noisiest=-10)` in continuous time.
-        clip: whether x0 is clamped to [-1, 1].
+        variance: variance of each step. Use `gaussian.FixedSmall()` or `FixedLarge()`, or, for
+            networks trained with `HybridLoss`, `LearnedRange()`.
+        steps: number of steps, each of which evaluates the network once.
+        times: time grid. If None, the grid is `LogSNR(noisiest=-10)` for a process in continuous
+            time. For a process in discrete time, it is `Sections()`, improved-diffusion's
+            respacing.
+        clip: whether to clamp each estimate of x0 to [-1, 1].
 
     Source: Ho et al. 2020 (DDPM), algorithm 2; Nichol & Dhariwal 2021 for respacing and learned
     variance.
@@ -92,14 +96,16 @@ class DDPM:
 
 @dataclass(frozen=True)
 class DDIM:
-    """DDIM, which is deterministic for eta = 0 and equals DDPM with `FixedSmall` for eta = 1.
+    """DDIM: deterministic sampling for eta = 0, and `DDPM(variance=FixedSmall())` for eta = 1.
 
     Args:
-        steps: evaluations of the network.
-        eta: standard deviation of the new noise, relative to the posterior standard deviation.
-        times: grid. None uses `Sections()` in discrete time, and `LogSNR(noisiest=-10)` in
-            continuous time.
-        clip: whether x0 is clamped to [-1, 1]. The noise is then computed from the clamped x0.
+        steps: number of steps, each of which evaluates the network once.
+        eta: standard deviation of the noise that a step adds, divided by the standard deviation of
+            the posterior `q(x_s | x_t, x0)`.
+        times: time grid. If None, the grid is `Sections()` for a process in discrete time and
+            `LogSNR(noisiest=-10)` for a process in continuous time.
+        clip: whether to clamp each estimate of x0 to [-1, 1]. If True, the estimate of the noise is
+            computed from the clamped x0.
 
     Source: Song et al. 2021 (DDIM), Eq. 12 and 16.
 
@@ -149,7 +155,7 @@ class DDIM:
     def invert(self, denoise: Denoise, process: Process, x0: Tensor, /) -> Tensor:
         """Compute noise (B, C, H, W) from which `sample` with eta = 0 approximately recovers x0.
 
-        The last step returns the model's estimate of the noise.
+        The result is the model's estimate of the noise at the noisiest time.
 
         Source: Song et al. 2021 (DDIM), Eq. 14.
         """
@@ -169,27 +175,31 @@ class DDIM:
         self._times_and_std(process)
 
     def _times_and_std(self, process: Process) -> tuple[Tensor, Tensor]:
-        """(steps + 1,) times, and (steps,) standard deviations of the new noise."""
+        """(steps + 1,) times, and (steps,) standard deviations of the noise that steps add."""
         times = finite_grid(self.times or self.default_times(process), process, self.steps)
         std = self.eta * posterior(process, times).variance.sqrt()
         if (std > process.alpha_sigma(times)[1][1:]).any():
-            raise ValueError(f"eta = {self.eta} is more noise than {process} has; use at most 1.")
+            raise ValueError(
+                f"eta = {self.eta} adds more noise than {process} has at the end of a step; "
+                "use at most 1."
+            )
         return times, std
 
 
 @dataclass(frozen=True)
 class Euler(DDIM):
-    """Euler's method, which takes the steps of `DDIM` on an even grid in time.
+    """Euler's method for the probability-flow ODE: `DDIM` on times that are evenly spaced.
 
-    A step keeps the estimates of x0 and noise constant. It is an Euler step of the probability flow
-    for `x_t / alpha` as a function of `sigma / alpha`, as in k-diffusion. On `LinearFlow`, it is
-    also an Euler step for x_t as a function of t.
+    A step of DDIM holds the estimates of x0 and noise constant. Therefore, it is an Euler step of
+    the ODE for `x_t / alpha` as a function of `sigma / alpha`, as in k-diffusion. On `LinearFlow`,
+    the step is also an Euler step for x_t as a function of t.
 
     Args:
-        steps: evaluations of the network.
-        eta: standard deviation of the new noise, relative to the posterior standard deviation.
-        times: grid. None uses `Even()`.
-        clip: whether x0 is clamped to [-1, 1].
+        steps: number of steps, each of which evaluates the network once.
+        eta: standard deviation of the noise that a step adds, divided by the standard deviation of
+            the posterior `q(x_s | x_t, x0)`. With 0, sampling is deterministic.
+        times: time grid. If None, the grid is `Even()`.
+        clip: whether to clamp each estimate of x0 to [-1, 1].
 
     Source: Lipman et al. 2023 (Flow Matching), section 6; Karras et al. 2022 (EDM), algorithm 1
     without its second evaluation.
@@ -207,16 +217,17 @@ class Euler(DDIM):
 
 @dataclass(frozen=True)
 class EulerAncestral(DDIM):
-    """Euler ancestral sampling: an Euler step to a lower noise level, followed by new noise.
+    """Euler ancestral sampling, which is DDIM with eta = 1 on a Karras grid.
 
-    This is the same as DDIM with eta = 1 on a Karras grid. k-diffusion calls it
-    `sample_euler_ancestral`.
+    Each step is an Euler step to a noise level below the next level of the grid, and then adds
+    noise up to the next level. k-diffusion calls this solver `sample_euler_ancestral`.
 
     Args:
-        steps: evaluations of the network.
-        eta: standard deviation of the new noise, relative to the posterior standard deviation.
-        times: grid. None uses `Karras(noisiest=-10)`.
-        clip: whether x0 is clamped to [-1, 1].
+        steps: number of steps, each of which evaluates the network once.
+        eta: standard deviation of the noise that a step adds, divided by the standard deviation of
+            the posterior `q(x_s | x_t, x0)`.
+        times: time grid. If None, the grid is `Karras(noisiest=-10)`.
+        clip: whether to clamp each estimate of x0 to [-1, 1].
 
     Source: Song et al. 2021 (DDIM), Eq. 16.
 

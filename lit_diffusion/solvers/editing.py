@@ -14,12 +14,11 @@ from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_g
 
 @dataclass(frozen=True)
 class Tail:
-    """Grid with the last steps of another grid.
+    """Time grid that consists of the last steps of another grid.
 
     Args:
-        base: the whole grid.
-        whole: number of steps of the whole grid. It must not be below the number of steps of this
-            grid.
+        base: the other grid.
+        whole: number of steps of the other grid. In `grid`, `steps` must not exceed it.
 
     Example:
         >>> from lit_diffusion.grids import Even
@@ -32,7 +31,7 @@ class Tail:
     whole: int
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, falling to the clean time."""
+        """(steps + 1,) float64 times in decreasing order, the last of which is the clean time."""
         return self.base.grid(process, self.whole)[-steps - 1 :]
 
 
@@ -42,10 +41,11 @@ def truncate_solver(solver: Any, strength: float, process: Process) -> Any:
     Args:
         solver: a dataclass with `steps` and `times`.
         strength: fraction of the steps to take, in (0, 1]. At least one step is taken.
-        process: the process to sample from.
+        process: the forward process, on which the solver's default grid may depend.
 
     Raises:
-        ValueError: if not 0 < strength <= 1, or if the solver has no `steps` and `times`.
+        ValueError: if strength is not in (0, 1], or if the solver is not a dataclass with `steps`
+            and `times`.
 
     Source: Meng et al. 2022 (SDEdit), section 3.
 
@@ -65,18 +65,18 @@ def _editable_grid(solver: Any, process: Process) -> TimeGrid:
     grid = time_grid_of(solver, process)
     if grid is None or not (is_dataclass(solver) and hasattr(solver, "steps")):
         raise ValueError(
-            "images are edited with the steps and times of the solver, and "
-            f"{type(solver).__name__} is no dataclass with both; use another solver, such as DDIM."
+            "editing images needs a solver that is a dataclass with `steps` and `times`, and "
+            f"{type(solver).__name__} is not; use another solver, such as DDIM."
         )
     return grid
 
 
 class NoisedImagePrior:
-    """A process whose prior is a noised image, for solvers that start from an image.
+    """A process whose prior is a noised image, for sampling that starts from an image.
 
     Args:
-        process: process that provides everything except the prior.
-        x0: (B, C, H, W) encoded images to start from.
+        process: the forward process. Only its method `prior` is replaced.
+        x0: (B, C, H, W) images to start from, encoded by the module's codec.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -102,33 +102,34 @@ class NoisedImagePrior:
 
 @dataclass(frozen=True)
 class RePaint:
-    """RePaint: ancestral sampling of the unknown part of an image.
+    """RePaint: inpainting by ancestral sampling of the unknown part of an image.
 
-    Each step replaces the known part of its result with `known`, noised to the new level. Each step
-    is repeated `resamples` times, and noise is added back in between. This makes the known and the
+    After each step, the known part of the image is replaced with `known`, noised to the level that
+    the step has reached. Every step but the last is taken `resamples` times, and between two times
+    noise takes the image back to the level before the step. The repetition makes the known and the
     unknown part consistent.
 
     Args:
-        known: (B, C, H, W) x0. Its masked part is preserved.
+        known: (B, C, H, W) x0, which is preserved where `mask` is 1.
         mask: (B, 1, H, W) or broadcastable. The mask is 1 where `known` is preserved, and 0 where
             the image is generated.
-        steps: steps of the grid.
-        resamples: number of times that each step is taken. With 1, the known part is simply
-            replaced.
-        times: grid. None uses `Sections()` in discrete time, and `LogSNR(noisiest=-10)` in
-            continuous time.
-        clip: whether x0 is clamped to [-1, 1].
-        variance: variance of each step. None uses the variance that the network has learned, if
-            any, and otherwise `FixedSmall()`. FixedSmall is exact for data that are single points,
-            and too small for other data. An example is Gaussian data with a standard deviation of
-            0.180, sampled in 100 steps that are each taken 10 times. The standard deviation of the
-            samples is 0.153 with FixedSmall, 0.188 with FixedLarge, and 0.187 with the exact
-            variance.
+        steps: number of steps of the time grid.
+        resamples: number of times that each step is taken. With 1, no step is repeated.
+        times: time grid. If None, the grid is `Sections()` for a process in discrete time and
+            `LogSNR(noisiest=-10)` for a process in continuous time.
+        clip: whether to clamp each estimate of x0 to [-1, 1].
+        variance: variance of each step. If None, it is the variance that the network has learned,
+            or `FixedSmall()` if the network does not learn a variance. `FixedSmall` is exact if all
+            data are one point, and too small otherwise. For example, Gaussian data with a standard
+            deviation of 0.180 were sampled in 100 steps, each taken 10 times. The samples had a
+            standard deviation of 0.153 with `FixedSmall`, 0.188 with `FixedLarge`, and 0.187 with
+            the exact variance.
 
     Raises:
         ValueError: if steps < 1 or resamples < 1.
 
-    Source: Lugmayr et al. 2022 (RePaint, arXiv 2201.09865), algorithm 1, with jumps of one step.
+    Source: Lugmayr et al. 2022 (RePaint, arXiv 2201.09865), algorithm 1, with a jump length of
+        one step.
 
     Example:
         >>> known, mask = torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8)
@@ -180,7 +181,7 @@ class RePaint:
                     x_s = x_s + (0.5 * log_variance).exp() * randn_like(x)
                 known_s = alpha[i + 1] * self.known + sigma[i + 1] * randn_like(x)
                 x_s = torch.where(self.mask > 0.5, known_s, x_s)
-                if k + 1 < rounds:  # back to t, by noise of q(x_t | x_s)
+                if k + 1 < rounds:  # back to t: sample from q(x_t | x_s)
                     ratio = alpha[i] / alpha[i + 1]
                     x = ratio * x_s + (0.5 * step.log_beta).exp() * randn_like(x)
             x = x_s
@@ -194,19 +195,20 @@ class RePaint:
 def repaint_solver(
     solver: Any, process: Process, known: Tensor, mask: Tensor, resamples: int = 10
 ) -> RePaint:
-    """Return RePaint with the steps, times and clipping of another solver.
+    """Return a RePaint solver with the steps, times and clipping of another solver.
 
-    If the solver has a variance, RePaint uses it too.
+    If the other solver has an attribute `variance`, RePaint uses this variance too.
 
     Args:
-        solver: a dataclass with `steps` and `times`.
-        process: the process to sample from.
-        known: (B, C, H, W) x0. Its masked part is preserved.
-        mask: (B, 1, H, W) or broadcastable. The mask is 1 where `known` is preserved.
+        solver: the other solver, a dataclass with `steps` and `times`.
+        process: the forward process, on which the solver's default grid may depend.
+        known: (B, C, H, W) x0, which is preserved where `mask` is 1.
+        mask: (B, 1, H, W) or broadcastable. The mask is 1 where `known` is preserved, and 0 where
+            the image is generated.
         resamples: number of times that each step is taken.
 
     Raises:
-        ValueError: if the solver has no `steps` and `times`.
+        ValueError: if the solver is not a dataclass with `steps` and `times`.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow

@@ -4,8 +4,9 @@ With `lambda = log(alpha / sigma)`, a step of the probability flow from t to s i
 
     x_s = (sigma_s / sigma_t) * x_t + sigma_s * integral(exp(lambda) * x0(lambda) dlambda).
 
-The only error comes from the approximation of x0(lambda) within a step. Solvers differ in this
-approximation.
+Here, x0(lambda) is the network's estimate of x0 at each lambda between the times t and s. A solver
+evaluates it only at a few of them. Its approximation in between is the only source of error, and
+what distinguishes the solvers.
 """
 
 import math
@@ -27,32 +28,33 @@ from lit_diffusion.solvers.steps import (
 
 @dataclass(frozen=True)
 class DPMSolverPP:
-    """DPM-Solver++ multistep (2M, 3M): higher order with one evaluation per step.
+    """DPM-Solver++ multistep (2M, 3M): second or third order with one evaluation per step.
 
     With `h = lambda_s - lambda_t` and `H = (1 + eta) * h`, the step is
 
         x_s = (sigma_s / sigma_t) * exp(-eta * h) * x_t - alpha_s * (exp(-H) - 1) * D
               + sigma_s * sqrt(1 - exp(-2 * eta * h)) * z.
 
-    Here, D extrapolates the last `order` estimates of x0, and z is noise. The first step and the
-    step to the clean image are first order. Order 3 follows the authors' code, diffusers and
-    k-diffusion. There, the coefficient of the second difference is half of the coefficient in the
-    Taylor series. Therefore, the error of order 3 is smaller than the error of order 2, but has the
-    same order of convergence.
+    Here, D extrapolates the last `order` estimates of x0, and z is standard normal noise. The first
+    step and the step to the clean image are first order.
+
+    With `order=3`, the solver still converges with second order, but its error is smaller than
+    with `order=2`. The reason is that the coefficient of the second difference is half of the
+    coefficient in the Taylor series, as in the authors' code, diffusers and k-diffusion.
 
     Args:
-        steps: evaluations of the network.
-        times: grid. None uses `LogSNR(noisiest=-10)`.
-        clip: whether x0 is clamped to [-1, 1].
+        steps: number of steps, each of which evaluates the network once.
+        times: time grid. If None, the grid is `LogSNR(noisiest=-10)`.
+        clip: whether to clamp each estimate of x0 to [-1, 1].
         order: 1, 2 or 3.
-        eta: amount of new noise. With 0, sampling is deterministic. With 1, it follows the reverse
-            SDE (2M SDE).
+        eta: amount of noise that steps add, as in the formula above. With 0, sampling is
+            deterministic. With 1, it follows the reverse SDE, as in "2M SDE".
 
     Raises:
-        ValueError: if the order is not supported, eta is negative, or steps < 1.
+        ValueError: if the order is not 1, 2 or 3, if eta is negative or infinite, or if steps < 1.
 
-    Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 2 and section 4.3; order 3 as
-    in the authors' code.
+    Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 2 and section 4.3. Order 3 is
+    not in these sections and follows the authors' code.
 
     Example:
         >>> DPMSolverPP(steps=20, order=2)
@@ -97,7 +99,7 @@ class DPMSolverPP:
             if sigma[i + 1] == 0:
                 return alpha[i + 1] * x0
             x = sigma[i + 1] / sigma[i] * x
-            if self.eta > 0:  # with eta 0, h may be infinite, at pure noise
+            if self.eta > 0:  # with eta = 0, h may be infinite: the grid may start at alpha = 0
                 x = (-self.eta * h[i]).exp() * x
             x = x + alpha[i + 1] * self._x0_term(x0s, h[: i + 1])
             if self.eta > 0:
@@ -110,7 +112,7 @@ class DPMSolverPP:
         finite_grid(self.times or self.default_times(process), process, self.steps)
 
     def _x0_term(self, x0s: list[Tensor], h: Tensor) -> Tensor:
-        """`-(exp(-H) - 1) * D`, from the estimates of x0 (the last first) and the h so far."""
+        """`-(exp(-H) - 1) * D`, from the estimates of x0, latest first, and all h so far."""
         h_eta = (1 + self.eta) * h[-1]  # H
         phi_1 = -torch.expm1(-h_eta)
         if len(x0s) == 1:
@@ -130,12 +132,14 @@ class DPMSolverPP2S:
     """DPM-Solver++(2S): each step uses an estimate of x0 at the midpoint of the step.
 
     Args:
-        steps: steps of the grid. They need `2 * steps - 1` evaluations of the network.
-        times: grid. None uses `LogSNR(noisiest=-10)`.
-        clip: whether x0 is clamped to [-1, 1].
-        eta: standard deviation of the new noise, divided by the posterior's standard deviation. A
-            step with noise first goes to a lower level. With 0, sampling is deterministic. With 1,
-            it equals k-diffusion's `dpmpp_2s_ancestral`.
+        steps: number of steps of the time grid. Sampling evaluates the network `2 * steps - 1`
+            times.
+        times: time grid. If None, the grid is `LogSNR(noisiest=-10)`.
+        clip: whether to clamp each estimate of x0 to [-1, 1].
+        eta: standard deviation of the noise that a step adds, divided by the standard deviation of
+            the posterior `q(x_s | x_t, x0)`. With 0, sampling is deterministic. Otherwise, a step
+            first goes below the next noise level of the grid, and then adds noise up to this level.
+            With 1, the solver equals k-diffusion's `dpmpp_2s_ancestral`.
 
     Raises:
         ValueError: if not 0 <= eta <= 1, or if steps < 1.
@@ -194,22 +198,23 @@ class DPMSolverPP2S:
         return x
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError if the grid does not fit the process, or alpha is 0."""
+        """Raise ValueError if the grid does not fit the process, or if alpha is 0 on the grid."""
         grid_with_signal(self.times or self.default_times(process), process, self.steps)
 
 
 @dataclass(frozen=True)
 class UniPC:
-    """UniPC: a multistep predictor, and a corrector that reuses the evaluation of the next step.
+    """UniPC: a multistep predictor and corrector with one evaluation of the network per step.
 
-    The order is lower near the two ends of the grid. The function `B(h)` is `exp(-h) - 1`, which
-    the authors call bh2.
+    The corrector corrects a step with the estimate of x0 that the next step needs anyway. In the
+    first and in the last steps, the order is lower. The function `B(h)` of the paper is
+    `exp(-h) - 1`, which the authors' code calls "bh2".
 
     Args:
-        steps: evaluations of the network.
-        times: grid. None uses `LogSNR(noisiest=-10)`.
-        clip: whether x0 is clamped to [-1, 1].
-        order: order of the predictor. The corrector raises the order by one.
+        steps: number of steps, each of which evaluates the network once.
+        times: time grid. If None, the grid is `LogSNR(noisiest=-10)`.
+        clip: whether to clamp each estimate of x0 to [-1, 1].
+        order: order of the predictor. With the corrector, the order is one higher.
 
     Raises:
         ValueError: if order < 1 or steps < 1.
@@ -263,7 +268,7 @@ class UniPC:
         return predicted
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError if the grid does not fit the process, or alpha is 0."""
+        """Raise ValueError if the grid does not fit the process, or if alpha is 0 on the grid."""
         grid_with_signal(self.times or self.default_times(process), process, self.steps)
 
 
@@ -277,7 +282,8 @@ def _unipc_step(
 ) -> Tensor:
     """One step of the predictor, or of the corrector if `x0_end` is not None.
 
-    `x0_end` is the x0 at the new time. `x0s` are the estimates at earlier times, the last first.
+    `x0_end` is the estimate of x0 at the end of the step. `x0s` are the estimates at earlier times,
+    latest first.
     """
     h = lambdas[-1] - lambdas[-2]
     rs = [(lambdas[-2 - k] - lambdas[-2]) / h for k in range(1, len(x0s))]
@@ -293,7 +299,7 @@ def _unipc_step(
 
 
 def _unipc_weights(rs: list[Tensor], h: Tensor) -> Tensor:
-    """The rho_k with `sum_k rho_k * r_k**(n - 1) = b_n` for n = 1, ..., K; 1/2 if K = 1."""
+    """Solve `sum_k rho_k * r_k**(n - 1) = b_n`, n = 1, ..., K, for rho_k. For K = 1, it is 1/2."""
     if len(rs) < 2:
         return torch.full((len(rs),), 0.5, dtype=torch.float64)
     h_phi, b = torch.expm1(-h), []

@@ -1,4 +1,4 @@
-"""Heun's method along the probability flow, which is EDM's solver."""
+"""Heun's method for the probability-flow ODE, which is EDM's solver."""
 
 import math
 from dataclasses import dataclass
@@ -19,26 +19,29 @@ from lit_diffusion.solvers.steps import (
 
 @dataclass(frozen=True)
 class Heun:
-    """Heun's second-order method, with two evaluations per step and optional churn (added noise).
+    """Heun's second-order method, optionally with churn (noise that is added before each step).
 
-    With `level = sigma / alpha` and `x = x_t / alpha`, the probability flow of any process is
-    `dx / dlevel = noise(x_t, t)`. A step uses the mean of the slopes at its two ends. The step to
-    the clean image is an Euler step. The solver calls `watch` with x_t after churn.
+    With `level = sigma / alpha` and `x = x_t / alpha`, the probability-flow ODE of any process is
+    `dx / dlevel = noise(x_t, t)`, where `noise` is the network's estimate of the noise. A step uses
+    the mean of the slopes `dx / dlevel` at its two ends. Only the step to the clean image is an
+    Euler step. The function `watch` of `sample` receives x_t after churn.
 
     Args:
-        steps: steps of the grid. They need `2 * steps - 1` evaluations of the network.
-        times: grid. None uses `Karras(noisiest=-10)`.
-        clip: whether x0 is clamped to [-1, 1]. The slope is then computed from the clamped x0.
-        churn: S_churn. Before each step, the level is multiplied by
+        steps: number of steps of the time grid. Sampling evaluates the network `2 * steps - 1`
+            times.
+        times: time grid. If None, the grid is `Karras(noisiest=-10)`.
+        clip: whether to clamp each estimate of x0 to [-1, 1]. If True, the slope is computed from
+            the clamped x0.
+        churn: EDM's S_churn. Before each step, added noise raises the level by the factor
             `1 + min(churn / steps, sqrt(2) - 1)`. With 0, sampling is deterministic.
-        churn_min: S_tmin, the lowest level to which churn is applied.
-        churn_max: S_tmax, the highest level to which churn is applied.
-        churn_noise: S_noise, the standard deviation of the noise before it is scaled to the new
-            level.
+        churn_min: EDM's S_tmin, the lowest level to which churn is applied.
+        churn_max: EDM's S_tmax, the highest level to which churn is applied.
+        churn_noise: EDM's S_noise, a factor on the noise that churn adds. Values slightly above 1
+            add more noise than the raised level requires.
 
     Raises:
-        ValueError: if steps or churn is out of range. In `check`, also if the grid starts without
-            signal.
+        ValueError: if steps or a churn argument is out of range. In `check`, also if the grid does
+            not fit the process, or if alpha is 0 at its noisiest time.
 
     Source: Karras et al. 2022 (EDM), algorithms 1 and 2.
 
@@ -96,7 +99,7 @@ class Heun:
         return x
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError if the grid does not fit the process, or alpha is 0."""
+        """Raise ValueError if the grid does not fit the process, or if alpha is 0 on the grid."""
         grid_with_signal(self.times or self.default_times(process), process, self.steps)
 
     def _evaluate(
@@ -115,6 +118,6 @@ class Heun:
             return x, t, level
         raised = level * (1 + min(self.churn / self.steps, math.sqrt(2) - 1))
         t = process.at_log_snr(-2 * raised.log())
-        raised = level_of(process, t)  # at most the level of t_max
+        raised = level_of(process, t)  # discrete processes limit t to t_max
         added = (raised**2 - level**2).clamp(min=0).sqrt()
         return x + added * self.churn_noise * randn_like(x), t, raised

@@ -10,10 +10,13 @@ from lit_diffusion.protocols import Denoised, Process, Solver, TimeGrid
 
 
 def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
-    """Compute the times of a grid, (steps + 1,) float64, and check that they are finite and fall.
+    """Compute the times of a grid, and check that they are finite and strictly decreasing.
+
+    Returns:
+        (steps + 1,) float64.
 
     Raises:
-        ValueError: if a time is not finite, or is not less noisy than the previous time.
+        ValueError: if a time is not finite, or is not below the previous time.
 
     Example:
         >>> from lit_diffusion.grids import Even
@@ -29,17 +32,20 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
         )
     if not (times.diff() < 0).all():
         raise ValueError(
-            f"{grid} has times that do not fall on {process}, {times[:3].tolist()}, ...; use fewer "
-            "steps, or a grid that stays within the process."
+            f"{grid} has times that do not decrease on {process}, {times[:3].tolist()}, ...; use "
+            "fewer steps, or a grid that stays within the times of the process."
         )
     return times
 
 
 def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
-    """Compute the times of a grid, (steps + 1,) float64, and check that alpha > 0 at all of them.
+    """Compute the times of a grid as `finite_grid` does, and also check that alpha > 0 everywhere.
+
+    Returns:
+        (steps + 1,) float64.
 
     Raises:
-        ValueError: if alpha is 0, if a time is not finite, or if a time is not less noisy than the
+        ValueError: if alpha is 0 at a time, if a time is not finite, or if a time is not below the
             previous time.
 
     Example:
@@ -57,7 +63,7 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
-    """The solver's grid, or its default grid on this process. None if the solver has neither.
+    """Return the solver's grid, or else its default grid on this process; None if it has neither.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -72,7 +78,9 @@ def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
 
 
 def with_grid(solver: Any, process: Process) -> Any:
-    """Return the solver with `times` set to the grid that it uses on this process, for records.
+    """Return a copy of the solver that names the grid it uses on this process, for records.
+
+    In the copy, `times` is the grid instead of None. A solver without `times` is returned as it is.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -88,7 +96,7 @@ def with_grid(solver: Any, process: Process) -> Any:
 def solver_times(solver: Solver, process: Process) -> Tensor:
     """List the times at which a solver calls the network, in order.
 
-    The function records the times during a run on one pixel with a dummy denoiser.
+    The function runs the solver on one pixel with a dummy denoiser, and records the times.
 
     Returns:
         (number of function evaluations,) float64.
@@ -122,10 +130,11 @@ def level_of(process: Process, t: Tensor) -> Tensor:
 
 
 def batch_of(t: Tensor, x: Tensor) -> Tensor:
-    """Repeat a time on the CPU for a batch of images: (B,) on the device of x.
+    """Repeat a time t, a scalar on the CPU, for a batch of images x: (B,) on the device of x.
 
-    The tensor is filled on the device, because the host would have to wait for a copy from the CPU.
-    Its attribute `time` is the time as a Python number, for decisions on the host.
+    The function fills a new tensor on the device, because the host would have to wait for a copy
+    from the CPU. The tensor's attribute `time` is the time as a Python number, with which code on
+    the host can make decisions without a synchronization.
 
     Example:
         >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))
@@ -149,7 +158,7 @@ def clipped(x0: Tensor, clip: bool) -> Tensor:
 def x0_and_noise(
     denoised: Denoised, x_t: Tensor, alpha: Tensor, sigma: Tensor, clip: bool
 ) -> tuple[Tensor, Tensor]:
-    """Estimates of x0 and noise. With `clip`, x0 is clamped, and the noise is computed from it.
+    """Return estimates of x0 and noise. With `clip`, compute the noise from the clamped x0.
 
     Example:
         >>> one = torch.ones(1)

@@ -51,7 +51,7 @@ def test_strengths_and_solvers_that_cannot_be_are_refused():
     for strength in (0.0, 1.5, float("nan")):
         with pytest.raises(ValueError, match="strength must be above 0 and at most 1, got"):
             truncate_solver(DDIM(), strength, COSINE)
-    message = "and object is no dataclass with both; use another"
+    message = "and object is not; use another"
     with pytest.raises(ValueError, match=message):
         truncate_solver(object(), 0.5, COSINE)
     with pytest.raises(ValueError, match=message):

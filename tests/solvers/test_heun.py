@@ -56,7 +56,7 @@ def test_heun_is_refused_where_the_image_is_lost():
     for times in (Sections(), Karras()):
         with pytest.raises(ValueError, match=r"needs alpha > 0, but .* use LogSNR\(noisiest=-10"):
             Heun(5, times).check(process)
-    with pytest.raises(ValueError, match="times that do not fall"):
+    with pytest.raises(ValueError, match="times that do not decrease"):
         Heun(5, Karras(math.inf)).check(COSINE)
     for churn in (-1.0, math.nan):
         with pytest.raises(ValueError, match=f"churn must be >= 0, got {churn}"):
