@@ -7,12 +7,15 @@
 | `Tokens(dim)`             | (tokens (B, L, dim), mask (B, L) bool)      | tokens (B, 1 + L, D)  |
 | `WordIds(num_words)`      | ids (B, L) int64, -1 where there is no word | tokens (B, 1 + L, D)  |
 
-Every kind has a null embedding for images without a condition. Depending on the kind, such an image
-has a label of -1, no vector, no tokens or no words. If the condition is None, all images get the
-null embedding. The null embedding is learned, except for labels in a `UNet`, where it is zero.
+In these shapes, B is the number of images, D the width of the network, and L the length of a text.
 
-Masks are True for tokens that exist. Values of absent vectors and tokens are ignored, even if they
-are NaN. No function in this file synchronizes with the device.
+Networks embed an image without a condition as a null embedding. The image has the label -1, no
+vector, no tokens or no words, depending on the kind. If the condition of a batch is None, all its
+images get the null embedding. This embedding is learned, except that it is zero for class labels in
+a `UNet`.
+
+A mask is True for tokens that exist, and False for padding. The values of padding and of absent
+vectors are ignored, even if they are NaN. No function in this file synchronizes with the device.
 """
 
 from dataclasses import dataclass
@@ -27,10 +30,14 @@ from lit_diffusion.protocols import Condition, check_positive, describe_conditio
 
 
 class ConditionKind(Protocol):
-    """A kind of condition, which builds the module that embeds it at the width of a network."""
+    """A kind of condition. It builds the module that embeds such conditions in a network."""
 
     def embedding(self, width: int, /) -> nn.Module:
-        """Build a module that maps the condition of B images to an `EmbeddedCondition`."""
+        """Build a module that maps a condition of B images to an `EmbeddedCondition`.
+
+        Args:
+            width: features of the embedded vectors or tokens.
+        """
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class Classes:
 
     Args:
         num_classes: number of classes. Labels are 0, ..., num_classes - 1, or -1 for no class.
-        null_class: whether labels may be -1 or None. If False, there is no null embedding.
+        null_class: whether the network has a null embedding. If False, the label -1 and the
+            condition None raise an error.
 
     Example:
         >>> embedding = Classes(10).embedding(16)
@@ -60,7 +68,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class Vectors:
-    """Condition of one vector per image, such as measurements or an embedding of another image.
+    """Condition that is one vector per image, such as measurements or an image embedding.
 
     Args:
         dim: features of a vector.
@@ -83,7 +91,7 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Condition of tokens from an encoder, such as a text encoder.
+    """Condition that is a sequence of tokens from an encoder, such as a text encoder.
 
     Args:
         dim: features of a token.
@@ -106,10 +114,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class WordIds:
-    """Condition of words from a vocabulary, whose embeddings are learned.
+    """Condition that is a sequence of words from a vocabulary. The network learns word embeddings.
 
     Args:
-        num_words: number of words. Ids are 0, ..., num_words - 1, or -1 where there is no word.
+        num_words: number of words in the vocabulary. Word ids are 0, ..., num_words - 1, or -1 for
+            padding.
 
     Example:
         >>> embedding = WordIds(3).embedding(16)
@@ -130,12 +139,12 @@ class WordIds:
 def resolve_condition(
     condition: ConditionKind | None, num_classes: int | None
 ) -> ConditionKind | None:
-    """Return `condition`, or Classes(num_classes) if you pass only `num_classes`.
+    """Return `condition`, or `Classes(num_classes)` if only `num_classes` is given.
 
     Raises:
-        ValueError: if you pass both arguments.
-        TypeError: if `condition` is not a `ConditionKind`, but for example an object of
-            `lit_diffusion.conditioning`.
+        ValueError: if both arguments are given.
+        TypeError: if `condition` is not one of the four kinds in this file. A likely mistake is an
+            object of `lit_diffusion.conditioning`.
 
     Example:
         >>> resolve_condition(None, num_classes=10)
@@ -156,13 +165,13 @@ def resolve_condition(
 
 
 class EmbeddedCondition(NamedTuple):
-    """Embedded condition of B images at the width D of a network: a vector, or tokens, or neither.
+    """Embedded condition of B images: a vector, or tokens, or neither. D is the network's width.
 
     Attributes:
-        vector: (B, D).
-        tokens: (B, 1 + L, D). The first token is the null token.
-        mask: (B, 1 + L) bool, True for tokens to attend to. These are the tokens that exist, or the
-            null token if no token exists.
+        vector: (B, D), or None.
+        tokens: (B, 1 + L, D), the first of which is the null token; or None.
+        mask: (B, 1 + L) bool, True for the tokens to attend to. These are all tokens but padding
+            and the null token. If an image has only padding, they are the null token alone.
 
     Example:
         >>> EmbeddedCondition(vector=torch.zeros(2, 16)).tokens is None
@@ -180,11 +189,11 @@ def embed_condition(
     """Embed the condition of images.
 
     Args:
-        embedding: module that `ConditionKind.embedding` has built; None for a network without a
+        embedding: module built by `ConditionKind.embedding`; None for a network without a
             condition.
-        condition: condition of the images; None for no condition.
-        x: (B, ...) images.
-        network: name of the network, for messages.
+        condition: condition of the images. None gives all images the null embedding.
+        x: (B, ...) images, which determine the batch size and the device.
+        network: name of the network, for error messages.
 
     Raises:
         ValueError: if the condition has the wrong kind or size.
@@ -214,11 +223,12 @@ def embed_condition(
 
 
 def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor, Tensor | None]:
-    """Append the tokens of a condition to the tokens (B, N, D) of images, in the images' dtype.
+    """Append the tokens of a condition to the tokens (B, N, D) of image patches.
 
     Returns:
-        Tokens (B, N + 1 + L, D) and their mask (B, N + 1 + L). If the condition has no tokens, the
-        unchanged tokens and None.
+        The tokens (B, N + 1 + L, D) in the dtype of the patches' tokens, and their mask
+        (B, N + 1 + L). If the condition has no tokens, the result is the unchanged `tokens` and a
+        mask of None.
 
     Example:
         >>> tokens, mask = concat_tokens(torch.zeros(2, 4, 16), EmbeddedCondition())
@@ -235,9 +245,10 @@ def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor,
 class LabelEmbedding(nn.Module):
     """Embedding of labels: a learned vector for each class, and one for no class.
 
-    The range of labels is not checked, because a check would synchronize with a GPU. Labels of
-    `num_classes` or more fail in the embedding (IndexError on the CPU). Every negative label means
-    no class. Without `null_class`, there is no vector for no class, and negative labels fail too.
+    Every negative label means no class. The module does not check the range of labels, because a
+    check would synchronize with the GPU. Labels of `num_classes` or more fail in torch's embedding
+    lookup, with an IndexError on the CPU. With `null_class=False`, there is no vector for no class,
+    and negative labels fail in the same way.
     """
 
     expects = "labels (B,) int64"
@@ -254,19 +265,22 @@ class LabelEmbedding(nn.Module):
     def null_condition(self, x: Tensor) -> Tensor:
         """Labels (B,) of -1."""
         if not self.null_class:
-            raise ValueError("null_class=False needs labels, got None: pass labels, or null_class.")
+            raise ValueError(
+                "null_class=False needs labels, got None: pass labels, or set null_class=True."
+            )
         return torch.full((len(x),), -1, device=x.device)
 
     def forward(self, labels: Tensor) -> EmbeddedCondition:
         """(B,) -> vector (B, D)."""
-        # Labels that are too large are increased by 1, so that num_classes does not mean no class.
+        # Row `num_classes` of the table is the null embedding. Labels that are too large are
+        # increased by 1, so that the label `num_classes` fails instead of reading this row.
         too_large = labels >= self.num_classes
         rows = torch.where(labels < 0, self.num_classes, labels + too_large)
         return EmbeddedCondition(vector=F.embedding(rows, self.weight))
 
 
 class VectorEmbedding(nn.Module):
-    """Embedding of a vector: a linear map, or a learned vector if the vector is absent."""
+    """Linear map of a vector per image, with a learned null embedding for an absent vector."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -291,10 +305,10 @@ class VectorEmbedding(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Embedding of tokens: a learned null token, and then a linear map of each token.
+    """Linear map of each token, with a learned null token in front of the sequence.
 
-    The network attends to the null token only if there are no other tokens. The embedding adds no
-    positions, because the encoder has already added them.
+    The network attends to the null token only if an image has no other tokens. This module adds no
+    position embeddings, because tokens from an encoder already contain their positions.
     """
 
     def __init__(self, dim: int, width: int) -> None:
@@ -320,11 +334,13 @@ class TokenEmbedding(nn.Module):
 
 
 class WordEmbedding(nn.Module):
-    """Embedding of words: a learned null token, and then the vector of each word with its position.
+    """Learned embedding of each word plus its position, with a learned null token in front.
 
-    Positions are sinusoids, which distinguish "dark on bright" from "bright on dark". They work for
-    texts of any length and have no parameters. Ids of num_words or more fail in the embedding
-    (IndexError on the CPU). Every negative id means no word.
+    The positions are sinusoids, so the network can distinguish "dark on bright" from "bright on
+    dark". Sinusoids work for texts of any length and have no parameters.
+
+    Every negative id means no word. Ids of `num_words` or more fail in torch's embedding lookup,
+    with an IndexError on the CPU.
     """
 
     expects = "words (B, L) int64"
@@ -351,14 +367,14 @@ class WordEmbedding(nn.Module):
 
 
 def _prepend_null_token(null: Tensor, tokens: Tensor, mask: Tensor) -> EmbeddedCondition:
-    """Null token (D,), then tokens (B, L, D). The null token's mask is True if it is alone."""
+    """Prepend null token (D,) to (B, L, D). Its mask is True if all other tokens are padding."""
     null = null.to(tokens.dtype).expand(len(tokens), 1, -1)
     mask = torch.cat([~mask.any(dim=1, keepdim=True), mask], 1)
     return EmbeddedCondition(tokens=torch.cat([null, tokens], 1), mask=mask)
 
 
 def _zero_masked(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in `dtype`, set to 0 where the mask is False. Multiplying by 0 would leave NaN."""
+    """Values in `dtype`, filled with 0 where the mask is False. A product with 0 would keep NaN."""
     return values.to(dtype).masked_fill(~mask[..., None], 0)
 
 

@@ -1,10 +1,11 @@
-"""DiT: a vision transformer conditioned on noise level and condition by adaLN-Zero.
+"""DiT: a vision transformer that takes the noise level and the condition through adaLN-Zero.
 
-Parameters have the names and shapes of the published checkpoints, which load with
-`load_state_dict`. As in the published checkpoints, pos_embed is a fixed table. The
-DiTTransformer2DModel of diffusers differs in two defaults. Its sinusoids have the frequencies
-`10000**(-k / 127)` instead of `10000**(-k / 128)`. Its second norm has an eps of 1e-5 instead of
-1e-6.
+Parameters have the names and shapes of the published checkpoints. Therefore, `load_state_dict`
+loads these checkpoints, which store `pos_embed`, a fixed table, as well.
+
+`DiTTransformer2DModel` of diffusers differs from this network in two defaults. The sinusoids of the
+noise level have the frequencies `10000**(-k / 127)` there, and `10000**(-k / 128)` here. The second
+norm of a block has an eps of 1e-5 there, and 1e-6 here.
 
 Source: Peebles & Xie 2022, "Scalable Diffusion Models with Transformers" (arXiv 2212.09748).
 """
@@ -42,7 +43,7 @@ from lit_diffusion.protocols import Condition
 class DiTBlock(nn.Module):
     """A transformer block with adaptive layer norms (adaLN-Zero).
 
-    `DiT` initializes it as the identity.
+    `DiT` initializes the block so that it is the identity.
 
     Source: Peebles & Xie 2022, section 3.2.
 
@@ -69,7 +70,7 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """Transformer on patches with adaptive layer norms. It outputs zero at initialization.
+    """Transformer on image patches with adaptive layer norms. Outputs zero at initialization.
 
     | size | width | depth | num_heads |
     |------|-------|-------|-----------|
@@ -78,30 +79,31 @@ class DiT(nn.Module):
     | L    | 1024  | 24    | 16        |
     | XL   | 1152  | 28    | 16        |
 
-    The published models are XL/2 (patch_size=2) on latents 4x32x32 and 4x64x64, with
-    num_classes=1000 and a learned variance (out_channels=8).
+    The published models are DiT-XL/2 (patch_size=2) for latents of shape (4, 32, 32) and
+    (4, 64, 64). They have num_classes=1000 and a learned variance, hence out_channels=8.
 
-    Labels and vectors are added to the embedding of the noise level. Tokens and words are appended
-    to the tokens of the patches.
+    The network adds the embedding of a label or vector to the embedding of the noise level. It
+    appends the embeddings of tokens or words to the tokens of the patches.
 
-    Under autocast, the embedding of the noise level and the final layer stay in the dtype of their
-    weights.
+    Under autocast, the embedding of the noise level and the final layer still compute in the dtype
+    of their weights.
 
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the output. If the variance is learned, twice the channels of the
-            images.
+        out_channels: channels of the output. They are the channels of x, or twice as many if the
+            network also predicts the variance.
         patch_size: height and width of a patch, which must divide `image_size`.
-        width: features of a token, divisible by 4.
+        width: number of features of a token, divisible by 4.
         depth: number of blocks.
         num_heads: number of attention heads, which must divide `width`.
-        mlp_ratio: hidden width of an MLP, in units of `width`.
-        num_classes: short form of condition=Classes(num_classes).
-        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
-        gradient_checkpointing: whether to store only the inputs of each block and compute its
-            activations again in the backward pass. This needs less memory and about a third more
-            time. The gradients are the same.
+        mlp_ratio: hidden features of the MLPs, in units of `width`.
+        num_classes: short form of `condition=Classes(num_classes)`.
+        condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
+            `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition.
+        gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
+            and compute its activations again in the backward pass. Training then needs less memory
+            and takes about a third more time, with the same gradients.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -169,15 +171,16 @@ class DiT(nn.Module):
 
         Args:
             x: (B, in_channels, image_size, image_size).
-            noise_label: (B,) noise levels, from 0 to 999 in published models, float32 or float64.
-            condition: condition of the images, of the kind that the network was built for. Labels
-                are (B,) int64, with -1 for no class. None means no condition for all images.
+            noise_label: (B,) noise labels of the process, float32 or float64. In published models,
+                they range from 0 to 999.
+            condition: condition of the images, of the network's kind. For `Classes`, it is labels
+                (B,) int64, with -1 for no class. None means that no image has a condition.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
 
         Raises:
-            ValueError: if the images have the wrong size, or the condition has the wrong kind.
+            ValueError: if the images have the wrong size, or if the condition has the wrong kind.
         """
         check_image_size(x, self.image_size, "DiT")
         embedding = self.y_embedder["embedding_table"] if self.y_embedder else None
@@ -186,9 +189,9 @@ class DiT(nn.Module):
         if embedded.vector is not None:
             c = c + embedded.vector  # (B, D)
         x = self.x_embedder(x)  # (B, N, D)
-        # Under autocast the residual stream has autocast's dtype, which is also the default of
-        # Megatron-LM and diffusers. It halves the memory traffic, and all layers that read the
-        # stream would round it to this dtype anyway.
+        # Under autocast, the residual stream has autocast's dtype, as by default in Megatron-LM and
+        # diffusers. Bfloat16 halves the memory traffic, and all layers that read the stream would
+        # round it to this dtype anyway.
         x = x + self.pos_embed.to(x.dtype)  # (B, N, D)
         x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
         for block in self.blocks:

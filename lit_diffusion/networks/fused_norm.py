@@ -2,14 +2,16 @@
 
     y = silu((1 + scale) * (weight * (x + offset - mean) / std + bias) + shift)
 
-Here, mean and std are the statistics of `x + offset`. As separate operations under autocast, this
-formula would read and write the activations many times. It would also copy them to float32 and, on
-CUDA, out of the channels_last format. There are two implementations:
+Here, mean and std are the mean and standard deviation of `x + offset` in each group of channels.
+Under autocast, separate operations for this formula would read and write the activations many
+times. They would also copy the activations to float32 and, on CUDA, convert channels_last to the
+contiguous format. There are two implementations:
 
-- On CUDA, one Triton kernel for the forward pass and one for the backward pass
-  (`fused_norm_triton`), also in compiled steps.
-- Otherwise, torch's operations (`separate_group_norm_silu`), which `torch.compile` fuses. This
-  includes the CPU, float64, forward-mode differentiation and derivatives of gradients.
+- On CUDA, `fused_norm_triton` has one Triton kernel for the forward pass and one for the backward
+  pass. Steps that `torch.compile` compiles use these kernels too.
+- In all other cases, `separate_group_norm_silu` calls torch's operations, which `torch.compile` can
+  fuse. These cases include the CPU, float64, forward-mode differentiation, second derivatives, and
+  GPUs without Triton or bfloat16.
 """
 
 from functools import cache
@@ -33,23 +35,24 @@ def group_norm_silu(
     eps: float,
     silu: bool = True,
 ) -> Tensor:
-    """Group norm with statistics in float32 or better, then scale and shift, then SiLU.
+    """Apply group norm with statistics in float32 or better, then scale and shift, then SiLU.
+
+    The tensors other than x may have any floating-point dtype.
 
     Args:
         x: (B, C, ...), contiguous or in channels_last format.
-        weight: (C,) weight of the norm. The dtypes of this tensor and all following tensors may
-            differ from the dtype of x.
+        weight: (C,) weight of the norm.
         bias: (C,) bias of the norm.
-        scale: (B, C), or None for a norm without scale and shift.
-        shift: (B, C), or None.
-        offset: (B, C), added to x; None for no offset.
+        scale: (B, C), multiplied as `1 + scale`; None for a norm without scale and shift.
+        shift: (B, C), added after the scale; None if `scale` is None.
+        offset: (B, C), added to x before the norm; None for no offset.
         num_groups: number of groups, which divides C.
-        eps: added to the variance.
+        eps: number added to the variance.
         silu: whether to apply SiLU.
 
     Returns:
-        (B, C, ...) in the dtype and memory format of x. On CUDA, torch's operations return
-        contiguous tensors.
+        (B, C, ...) in the dtype and memory format of x. The exception is CUDA without the Triton
+        kernels, where the result is contiguous.
 
     Source: Wu & He 2018, Eq. 1 and 7. Scale and shift are from Nichol & Dhariwal 2021, appendix A.
 
@@ -64,7 +67,7 @@ def group_norm_silu(
     ):
         from lit_diffusion.networks.fused_norm_triton import GroupNormSiLU
 
-        # The kernels index rows of all images, and neighbouring channels of weight and bias.
+        # The kernels expect a row per image, and a stride of 1 between channels of weight and bias.
         rows = (t if t is None else t.expand(x.shape[:2]) for t in (scale, shift, offset))
         affine = (weight.contiguous(), bias.contiguous())
         return cast(Tensor, GroupNormSiLU.apply(x, *affine, *rows, num_groups, eps, silu))
@@ -82,7 +85,10 @@ def separate_group_norm_silu(
     eps: float,
     silu: bool,
 ) -> Tensor:
-    """Compute `group_norm_silu` with torch's operations, each of which rounds to the dtype of x."""
+    """Compute `group_norm_silu` with torch's operations.
+
+    Each operation rounds its result to the dtype of x, whereas the Triton kernel rounds only once.
+    """
     if offset is not None:
         x = x + _per_channel(offset.to(x.dtype), x)
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -98,7 +104,7 @@ def _per_channel(values: Tensor, x: Tensor) -> Tensor:
 
 
 def _is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether tensors have forward-mode tangents, or a transform of `torch.func` is active."""
+    """Whether a tensor has a forward-mode tangent, or a transform of `torch.func` is active."""
     if torch._C._are_functorch_transforms_active():
         return True
     duals = [unpack_dual(t) for t in tensors if t is not None]  # type: ignore[no-untyped-call]

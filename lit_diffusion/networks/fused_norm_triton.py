@@ -1,13 +1,16 @@
-"""Group norm, scale and shift, and SiLU in one Triton kernel forward and one backward.
+"""Triton kernels for group norm, scale and shift, and SiLU: one for forward, one for backward.
 
-`fused_norm` imports this file when it sees the first CUDA tensor, because the file needs Triton.
+This file needs Triton. Therefore, `fused_norm` imports it only when it gets the first CUDA tensor.
 
-A program handles all P pixels of an image in some groups of channels. It passes over them twice.
-The first pass computes sums over pixels, and the second pass computes the output. The second pass
-runs backwards and mostly reads from the caches, so device memory is read about once. In
-channels_last format, a program handles 32 neighboring channels, because memory reads units of 64
-bytes or more at full speed. In contiguous format, a program handles whole rows. There are no
-atomics, and nothing is tuned at run time. Therefore, the same input gives bit-identical output.
+Each Triton program handles all P pixels of one image in one or more groups of channels. It passes
+over the pixels twice. The first pass computes sums over the pixels, and the second pass computes
+the output. The second pass runs in reverse order, so it mostly finds the pixels in the caches, and
+the kernel reads device memory about once. In channels_last format, a program handles at least 32
+adjacent channels where the groups allow it, because the GPU reads memory at full speed only in
+units of 64 bytes or more. In contiguous format, the pixels of a channel are adjacent.
+
+The kernels use neither atomic operations nor autotuning. Therefore, the same input gives
+bit-identical output.
 
 Shapes: x (N, C, P) in either format; mean and rstd (N, G) float32 of G groups.
 """
@@ -23,13 +26,13 @@ from torch import Tensor
 
 from lit_diffusion.networks.fused_norm import separate_group_norm_silu
 
-CHANNELS = 32  # minimum per program in channels_last format
-ELEMENTS = 4096  # per tile
+CHANNELS = 32  # target for the minimum number of channels per program in channels_last format
+ELEMENTS = 4096  # pixels x channels in a tile
 NUM_WARPS = 8
 
 
 class GroupNormSiLU(torch.autograd.Function):
-    """The operation `group_norm_silu` with its derivative."""
+    """`group_norm_silu` as an autograd function that runs the Triton kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
@@ -41,7 +44,10 @@ class GroupNormSiLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight, bias, scale, shift and offset, and None for the options."""
+        """Return the gradients of x, weight, bias, scale, shift and offset, then three None.
+
+        Each None is for an option: num_groups, eps and silu.
+        """
         *inputs, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True
             return (*_differentiable_gradients(inputs, ctx.options, dy), None, None, None)
@@ -57,8 +63,9 @@ class GroupNormSiLU(torch.autograd.Function):
 def _differentiable_gradients(
     inputs: list[Tensor | None], options: tuple[Any, ...], dy: Tensor
 ) -> list[Tensor | None]:
-    """Gradients with a graph, computed with torch's operations."""
-    # Aliases, because one input may be computed from another one (a norm that is applied twice).
+    """Compute gradients that can be differentiated again, with torch's operations."""
+    # Each input is replaced by a view, because one input may depend on another one (for example, if
+    # a norm is applied twice), and the gradient of each must not flow through the other.
     inputs = [t if t is None else t.view_as(t) for t in inputs]
     y = separate_group_norm_silu(*inputs, *options)  # type: ignore[arg-type]
     needed = [t for t in inputs if t is not None and t.requires_grad]
@@ -77,7 +84,7 @@ def _forward(
     eps: float,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output like x, mean and 1 / std (N, groups) float32."""
+    """Return the output, which has the shape of x, and mean and 1 / std, (N, groups) float32."""
     memory_format = _memory_format(x)
     x = x.contiguous(memory_format=memory_format)
     y = torch.empty_like(x)
@@ -110,7 +117,7 @@ def _backward(
     rstd: Tensor,
     silu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, of bias and weight in each image (2, N, C), of scale, shift, offset."""
+    """Return gradients of x, of (bias, weight) per image (2, N, C), of scale, shift and offset."""
     memory_format = _memory_format(x)
     x, dy = (t.contiguous(memory_format=memory_format) for t in (x, dy))
     dx = torch.empty_like(x)
@@ -134,14 +141,14 @@ def _backward(
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:
-    """The format in which the kernels treat x."""
+    """The memory format in which the kernels read x."""
     if x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last
     return torch.contiguous_format
 
 
 def _unit_stride(rows: Tensor | None) -> Tensor | None:
-    """(N, C) with adjacent channels. Rows may be apart, as in a chunk, or all be the same."""
+    """Return (N, C) with a stride of 1 between channels. The stride between rows is arbitrary."""
     return rows if rows is None or rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -150,18 +157,18 @@ def _row_stride(rows: Tensor | None) -> int:
 
 
 def _empty_like_row(rows: Tensor | None, x: Tensor) -> Tensor:
-    """Memory for a gradient (N, C). It has no elements if `rows` is None."""
+    """Allocate a gradient of `rows` (N, C), or an empty tensor if `rows` is None."""
     return x.new_empty(0) if rows is None else x.new_empty(rows.shape, dtype=rows.dtype)
 
 
 @cache
 def _blocks(channels: int, pixels: int, num_groups: int, channels_last: bool) -> dict[str, int]:
-    """Sizes of the tiles of a program, and their constants for the kernels."""
+    """Compute the tile sizes of a program, as the kernels' compile-time arguments."""
     group_channels = channels // num_groups
     group_block = triton.next_power_of_2(group_channels)
     pixel_block = min(triton.next_power_of_2(pixels), max(ELEMENTS // group_block, 1))
     at_least = max(CHANNELS if channels_last else 1, ELEMENTS // pixel_block)
-    groups = 1  # of a program; a power of 2 that divides num_groups
+    groups = 1  # groups per program: a power of 2 that divides num_groups
     while groups * group_block < at_least and num_groups % (2 * groups) == 0:
         groups *= 2
     return {
@@ -176,7 +183,7 @@ def _blocks(channels: int, pixels: int, num_groups: int, channels_last: bool) ->
 
 @triton.jit
 def _load(row, channel, exists):
-    """Load (channels,) float32 of a row (C,), with 0 where there is no channel."""
+    """Load channels of a row (C,) as float32, with 0 where no channel exists."""
     return tl.load(row + channel, exists, other=0.0).to(tl.float32)
 
 
@@ -192,13 +199,13 @@ def _sum_groups(values, GROUPS: tl.constexpr, GROUP_BLOCK: tl.constexpr):
 def _channels(
     num_groups, GROUPS: tl.constexpr, GROUP_CHANNELS: tl.constexpr, GROUP_BLOCK: tl.constexpr
 ):
-    """Image of this program, its channels, which of these exist, and their groups."""
+    """Return the image of this program, its channels, a mask of existing channels, their groups."""
     blocks = num_groups // GROUPS
     image, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     k = tl.arange(0, GROUPS * GROUP_BLOCK)
     group = block * GROUPS + k // GROUP_BLOCK
     channel = group * GROUP_CHANNELS + k % GROUP_BLOCK
-    if GROUP_CHANNELS == GROUP_BLOCK:  # the compiler sees that they are neighbours
+    if GROUP_CHANNELS == GROUP_BLOCK:  # tells the compiler that the channels are adjacent
         channel = block * GROUPS * GROUP_BLOCK + k
     return image.to(tl.int64), channel, k % GROUP_BLOCK < GROUP_CHANNELS, group
 
@@ -214,7 +221,7 @@ def _tile(
     CHANNELS_LAST: tl.constexpr,
     IS_FULL: tl.constexpr,
 ):
-    """Offsets (pixels, channels) of a tile in an image, and which of them exist."""
+    """Return the memory offsets (pixels, channels) of a tile, and a mask of those that exist."""
     pixel = start + tl.arange(0, PIXEL_BLOCK)
     mask = (pixel < num_pixels)[:, None]
     if not IS_FULL:
@@ -257,7 +264,7 @@ def _forward_kernel(
     x += image * num_channels * num_pixels
     y += image * num_channels * num_pixels
 
-    # Sums of differences from the mean of the first pixels: a large mean costs no precision.
+    # Subtract the mean of the first tile from all pixels, so that a large mean costs no precision.
     at, mask = _tile(
         0, channel, exists, num_channels, num_pixels, PIXEL_BLOCK, CHANNELS_LAST, IS_FULL
     )
@@ -280,7 +287,8 @@ def _forward_kernel(
         added = _load(offset + image * offset_stride, channel, exists)
         channel_mean += added
 
-    # Law of total variance: the variance within channels, plus the variance of their means.
+    # The variance of a group is the mean of its channels' variances, plus the variance of the
+    # channels' means (law of total variance).
     group_mean = _sum_groups(channel_mean, GROUPS, GROUP_BLOCK) / GROUP_CHANNELS
     between = tl.where(exists, channel_mean - group_mean, 0.0)
     var = _sum_groups(channel_var + between * between, GROUPS, GROUP_BLOCK) / GROUP_CHANNELS
@@ -314,7 +322,7 @@ def _forward_kernel(
 
 @triton.jit
 def _centred_and_dz(dy, x, at, mask, centre, w, b, SILU: tl.constexpr):
-    """x + offset - mean, and the gradient before SiLU, of a tile."""
+    """Return `x + offset - mean` of a tile, and the gradient with respect to SiLU's input."""
     centred = tl.load(x + at, mask, other=0.0).to(tl.float32) - centre[None, :]
     dz = tl.load(dy + at, mask, other=0.0).to(tl.float32)
     if SILU:
@@ -390,7 +398,7 @@ def _backward_kernel(
         tl.store(dscale + row, product_sum * norm_w + dz_sum * norm_b, exists)
         tl.store(dshift + row, dz_sum, exists)
 
-    # The gradient of x without its parts along the constant and along the normalised x.
+    # The norm's gradient is dz * w minus its projections on the constant and on the normalized x.
     count = GROUP_CHANNELS * num_pixels
     constant = _sum_groups(dz_sum * w, GROUPS, GROUP_BLOCK) / count
     along = _sum_groups(product_sum * w, GROUPS, GROUP_BLOCK) / count * group_rstd
@@ -411,7 +419,8 @@ def _backward_kernel(
         tl.store(doffset + row, tl.sum(sums, 0), exists)
 
 
-# As operators of torch, they work in compiled code, with fake tensors and under dispatch modes.
+# Registered as torch operators, the kernels work in compiled code, with fake tensors and under
+# dispatch modes.
 _LIBRARY = torch.library.Library("lit_diffusion", "DEF")
 _LIBRARY.define(
     "group_norm_silu(Tensor x, Tensor weight, Tensor bias, Tensor? scale, Tensor? shift,"

@@ -1,15 +1,18 @@
-"""JiT: a transformer on large patches of pixels, for networks that predict clean images.
+"""JiT: a transformer on large patches of pixels that predicts the clean image.
 
     patches p x p x C -- bottleneck -- blocks with adaLN-Zero -- patches -- image
 
-The network uses DiT's blocks with components of language models: RMSNorm, SwiGLU and QK-norm. It
-adds rotary positions to DiT's fixed positions, and class tokens to DiT's class embedding. A patch
-of 16 x 16 or 32 x 32 pixels can have more features than the width of the network. This works
-because the target is the image. Images lie near a manifold that the bottleneck can represent, but
-noise does not. Therefore, use this network with `lit_diffusion.parameterizations.Sample`.
+The network uses DiT's blocks with components of language models: RMSNorm, SwiGLU and QK-norm. In
+addition to DiT's fixed position embeddings, it has rotary positions (RoPE). In addition to DiT's
+class embedding, it can have class tokens in the sequence.
 
-This file was written from the paper. The names of parameters differ from the names in the authors'
-code, github.com/LTH14/JiT.
+Use this network with `lit_diffusion.parameterizations.Sample`, which makes the clean image the
+target. A patch of 16 x 16 or 32 x 32 pixels can have more values than a token has features. Images
+lie near a low-dimensional manifold and fit through this bottleneck. Noise does not, so the network
+could not predict it.
+
+The names of parameters differ from the names in the authors' code, github.com/LTH14/JiT, because
+this file was written from the paper.
 
 Source: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise" (arXiv 2511.13720),
 section 4; Su et al. 2021 (RoPE), Eq. 34; Shazeer 2020 (SwiGLU), Eq. 6; Henry et al. 2020 (QK-norm).
@@ -51,15 +54,17 @@ from lit_diffusion.protocols import Condition
 def rope_cos_sin(
     side: int, head_dim: int, num_extra: int, device: torch.device | None = None
 ) -> Tensor:
-    """Compute cosines and sines of the angles by which RoPE rotates features of tokens on a grid.
+    """Compute cosines and sines of the angles by which RoPE rotates the features of image patches.
 
-    Half of the pairs of features have the angles `row * 10000**(-4 * k / head_dim)`. The other half
-    has the same angles with the column instead of the row.
+    RoPE rotates pairs of features. The first half of the pairs of a head has the angles
+    `row * 10000**(-4 * k / head_dim)`, where row is the patch's row and k = 0, 1, ... is the index
+    of the pair. The second half has the same angles with the column instead of the row.
 
     Args:
-        side: patches in a row and in a column.
+        side: number of patches in a row and in a column.
         head_dim: features of a head, divisible by 4.
-        num_extra: tokens after the patches, which have no position and are not rotated.
+        num_extra: number of tokens after the patches. They have no position, so RoPE does not
+            rotate them.
         device: device of the result.
 
     Returns:
@@ -77,11 +82,12 @@ def rope_cos_sin(
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate each pair of features (k, k + head_dim / 2), in the dtype of the cosines.
+    """Rotate each pair of features (k, k + head_dim / 2), computing in the dtype of the cosines.
 
     Args:
-        x: (..., head_dim).
-        cos_sin: (2, ..., head_dim / 2), broadcast over x, from `rope_cos_sin`.
+        x: (..., head_dim) queries or keys.
+        cos_sin: result of `rope_cos_sin`, reshaped to (2, ..., head_dim / 2) so that it broadcasts
+            against x.
 
     Returns:
         (..., head_dim) in the dtype of x.
@@ -116,7 +122,9 @@ class RoPEAttention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Linear map of `silu(gate) * value`, with as many parameters as an MLP of width `hidden`.
+    """SwiGLU MLP: a linear map of `silu(gate) * value`, where gate and value are linear maps of x.
+
+    It has as many parameters as a plain MLP with `hidden` hidden features.
 
     Example:
         >>> SwiGLU(width=32, hidden=64)(torch.randn(2, 5, 32)).shape
@@ -137,7 +145,7 @@ class SwiGLU(nn.Module):
 class JiTBlock(nn.Module):
     """A transformer block with adaptive RMS norms (adaLN-Zero).
 
-    `JiT` initializes it as the identity.
+    `JiT` initializes the block so that it is the identity.
     """
 
     def __init__(self, width: int, num_heads: int, hidden: int) -> None:
@@ -157,7 +165,7 @@ class JiTBlock(nn.Module):
 
 
 class JiT(nn.Module):
-    """Transformer on large patches that pass through a bottleneck. Outputs zero at initialization.
+    """Transformer on large image patches with a bottleneck. Outputs zero at initialization.
 
     | size | width | depth | num_heads | bottleneck | in_context_start |
     |------|-------|-------|-----------|------------|------------------|
@@ -166,35 +174,37 @@ class JiT(nn.Module):
     | H    | 1280  | 32    | 16        | 256        | 10               |
     | G    | 1664  | 40    | 16        | 256        | 10               |
 
-    The published models have patch_size=16 for 256 pixels and patch_size=32 for 512 pixels. All
-    have in_context_tokens=32.
+    The published models have patch_size=16 for images of 256 x 256 pixels, and patch_size=32 for
+    512 x 512 pixels. All of them have in_context_tokens=32.
 
-    Labels and vectors are added to the embedding of the noise level. From block `in_context_start`
-    on, they are also appended as `in_context_tokens` tokens. Tokens and words are appended to the
-    tokens of the patches.
+    The network adds the embedding of a label or vector to the embedding of the noise level. From
+    block `in_context_start` on, it also appends `in_context_tokens` tokens that contain this
+    embedding. It appends the embeddings of tokens or words to the tokens of the patches.
 
-    Under autocast, the embedding of the noise level and the final layer stay in the dtype of their
-    weights.
+    Under autocast, the embedding of the noise level and the final layer still compute in the dtype
+    of their weights.
 
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the output. If the variance is learned, twice the channels of the
-            images.
+        out_channels: channels of the output. They are the channels of x, or twice as many if the
+            network also predicts the variance.
         patch_size: height and width of a patch, which must divide `image_size`.
         width: features of a token. `width / num_heads` must be divisible by 4.
         depth: number of blocks.
         num_heads: number of attention heads, which must divide `width`.
         bottleneck: number of features to which a patch is reduced before it becomes a token.
-        mlp_ratio: hidden width of an MLP with as many parameters as SwiGLU, in units of `width`.
-        in_context_tokens: number of tokens that are appended for a label or vector; 0 for none.
-            Each is the embedding of the label or vector plus a learned vector.
-        in_context_start: index of the block before which these tokens are appended.
-        num_classes: short form of condition=Classes(num_classes).
-        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
-        gradient_checkpointing: whether to store only the inputs of each block and compute its
-            activations again in the backward pass. This needs less memory and about a third more
-            time. The gradients are the same.
+        mlp_ratio: size of a block's MLP. The SwiGLU has as many parameters as a plain MLP with
+            `mlp_ratio * width` hidden features.
+        in_context_tokens: number of tokens to append for a label or vector; 0 for none. Each token
+            is the embedding of the label or vector plus a learned vector.
+        in_context_start: index of the first block that gets these tokens.
+        num_classes: short form of `condition=Classes(num_classes)`.
+        condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
+            `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition.
+        gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
+            and compute its activations again in the backward pass. Training then needs less memory
+            and takes about a third more time, with the same gradients.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -243,7 +253,8 @@ class JiT(nn.Module):
             )
         if in_context_tokens and not 0 <= in_context_start < depth:
             raise ValueError(
-                f"in_context_start must be a block, 0 to {depth - 1}, got {in_context_start}."
+                f"in_context_start must be the index of a block, 0 to {depth - 1}, got "
+                f"{in_context_start}."
             )
         self.in_channels = in_channels
         self.num_classes = getattr(condition, "num_classes", None)
@@ -284,15 +295,15 @@ class JiT(nn.Module):
 
         Args:
             x: (B, in_channels, image_size, image_size).
-            noise_label: (B,) noise levels, float32 or float64.
-            condition: condition of the images, of the kind that the network was built for. Labels
-                are (B,) int64, with -1 for no class. None means no condition for all images.
+            noise_label: (B,) noise labels of the process, float32 or float64.
+            condition: condition of the images, of the network's kind. For `Classes`, it is labels
+                (B,) int64, with -1 for no class. None means that no image has a condition.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
 
         Raises:
-            ValueError: if the images have the wrong size, or the condition has the wrong kind.
+            ValueError: if the images have the wrong size, or if the condition has the wrong kind.
         """
         check_image_size(x, self.image_size, "JiT")
         embedded = embed_condition(self.condition, condition, x, "JiT")
@@ -300,10 +311,10 @@ class JiT(nn.Module):
         if embedded.vector is not None:
             c = c + embedded.vector  # (B, D)
         x = self.patch_embed(patchify(x, self.patch_size))  # (B, N, D)
-        x = x + self.pos_embed.to(x.dtype)  # (B, N, D), in the dtype of autocast as in `dit`
+        x = x + self.pos_embed.to(x.dtype)  # (B, N, D), under autocast in its dtype as in `dit`
         x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
 
-        # Computed in every call, because a buffer would be cast to the dtype of the weights.
+        # Computed in every call, because `.to(dtype)` would also round a buffer to that dtype.
         num_extra = x.shape[1] - self.side**2 + self.in_context_tokens
         cos_sin = rope_cos_sin(self.side, self.head_dim, num_extra, x.device)
         cos_sin = cos_sin.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,10 +1,10 @@
 """Layers that several networks use.
 
-Shapes: images are (B, C, H, W) in either memory format, and tokens are (B, N, D). Masks are (B, N)
-bool, and False means that a token is ignored.
+Shapes: images are (B, C, H, W), contiguous or in channels_last format. Tokens are (B, N, D). Masks
+are (B, N) bool, and False means that attention ignores a token.
 
-Precision: a network runs in any dtype and under autocast. Norms, softmax and the sinusoids of the
-noise level are always computed in float32 or better.
+Precision: the layers work in any floating-point dtype and under autocast. They always compute
+norms, softmax and the sinusoids of the noise level in float32 or better.
 """
 
 import math
@@ -22,18 +22,19 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
-    """Compute sinusoids of the noise level l: `cos(f_k * l)` and then `sin(f_k * l)`.
+    """Compute sinusoids of the noise level l: all `cos(f_k * l)`, then all `sin(f_k * l)`.
 
-    The frequencies are `f_k = 10000**(-2 * k / dim)`. The sinusoids are computed in float64,
-    because l multiplies the rounding errors of float32 frequencies. At l = 999, these errors would
-    change the output of a network by 4e-6.
+    The frequencies are `f_k = 10000**(-2 * k / dim)`. The function computes in float64, because the
+    product `f_k * l` multiplies the rounding error of f_k by l. With float32 frequencies and
+    l = 999, the rounding errors changed the output of a network by 4e-6.
 
     Args:
-        noise_label: (B,) noise levels l, integer or real. Respaced processes have fractional steps.
+        noise_label: (B,) noise levels l, of an integer or floating-point dtype. Solvers can
+            evaluate a network at fractional time steps.
         dim: number of features, even.
 
     Returns:
-        (B, dim) float64, the cosines first.
+        (B, dim) float64.
 
     Raises:
         ValueError: if `dim` is odd.
@@ -55,8 +56,8 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
 class TimestepMLP(nn.Sequential):
     """Embedding of the noise level: `dim` sinusoids, Linear, SiLU, Linear.
 
-    Under autocast, it keeps the dtype of its weights, because bfloat16 is too coarse for noise
-    levels.
+    Under autocast, it still computes in the dtype of its weights, because bfloat16 is too coarse
+    for noise levels.
 
     Example:
         >>> TimestepMLP(dim=8, width=32)(torch.tensor([0.0, 999.0])).shape
@@ -94,7 +95,9 @@ class LayerNorm32(nn.LayerNorm):
 
 
 class RMSNorm32(nn.RMSNorm):
-    """RMS norm `x / rms(x) * weight`, computed in float32 or better. Keeps the input's dtype.
+    """RMS norm `x / rms(x) * weight`, computed in float32 or better.
+
+    The result has the input's dtype.
 
     Source: Zhang & Sennrich 2019, Eq. 4.
 
@@ -112,11 +115,12 @@ class RMSNorm32(nn.RMSNorm):
 
 
 def _norm_dtype(x: Tensor) -> torch.dtype:
-    """Dtype of the input and weights of torch's norm, so that it computes in float32 or better.
+    """Return the dtype to which a norm converts its input and weights before it calls torch.
 
-    Torch's CUDA kernels compute in float32 for any input, so they need no copy of x in float32. The
-    weights of the norm are then rounded to the dtype of x, like the weights of linear maps under
-    autocast. Compiled code computes in registers and needs no copies in any case.
+    The norm must compute in float32 or better. Torch's CUDA kernels do so for any input dtype, so x
+    needs no copy in float32. In this case, the weights of the norm are rounded to the dtype of x,
+    as autocast rounds the weights of linear maps. Compiled code converts x in registers, so float32
+    needs no copy there either.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
         return x.dtype
@@ -131,13 +135,15 @@ def self_attention(
     Args:
         qkv: (B, N, 3 D) queries, keys and values of all heads.
         num_heads: number of heads, which divides D.
-        split_heads_first: order of the 3 D features. True means [head][q, k, v], as in
-            improved-diffusion and guided-diffusion. False means [q, k, v][head], as in vision
-            transformers and guided-diffusion's "new attention order".
-        mask: (B, N) bool, False for tokens to ignore; None attends to all.
+        split_heads_first: order of the 3 D features. True means that queries, keys and values of
+            the first head come first, then those of the second head, and so on. This is the default
+            in improved-diffusion and guided-diffusion. False means that the queries of all heads
+            come first, then all keys, then all values, as in vision transformers and
+            guided-diffusion's "new attention order".
+        mask: (B, N) bool, False for tokens to ignore. None means that no token is ignored.
 
     Returns:
-        (B, N, D), head by head.
+        (B, N, D), the features of the first head first.
 
     Source: Vaswani et al. 2017, Eq. 1.
 
@@ -146,7 +152,7 @@ def self_attention(
         torch.Size([2, 16, 64])
     """
     batch, tokens, _ = qkv.shape
-    # The gradient of unbind is one copy into the layout of qkv.
+    # `unbind`, because its gradient takes a single copy into the layout of qkv.
     if split_heads_first:
         parts = qkv.reshape(batch, tokens, num_heads, 3, -1).unbind(3)
     else:
@@ -158,7 +164,7 @@ def self_attention(
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; the qkv features have the order [q, k, v][head].
+    """Multi-head self-attention, whose linear map `qkv` outputs all queries, then keys, values.
 
     Example:
         >>> Attention(width=32, num_heads=2)(torch.randn(2, 5, 32)).shape
@@ -178,7 +184,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, GELU, Linear; `approximate` is "none" or "tanh", as in `torch.nn.GELU`.
+    """Linear, GELU, Linear. `approximate` is "none" or "tanh", as in `torch.nn.GELU`.
 
     Example:
         >>> MLP(width=32, hidden=64)(torch.randn(2, 5, 32)).shape
@@ -196,9 +202,10 @@ class MLP(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Adaptive norm and a linear map. Under autocast, they keep the dtype of their weights.
+    """Adaptive norm and a linear map, the last layers of a transformer.
 
-    The shift and scale of the norm are computed from the embedding c of noise level and condition.
+    The layer computes the shift and scale of the norm from c, the embedding of noise level and
+    condition. Under autocast, it still computes in the dtype of its weights.
 
     Source: Peebles & Xie 2022 (DiT), section 3.2.
     """
@@ -228,7 +235,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patch embedding: a convolution with stride p. Its tokens are in the order of rows.
+    """Patch embedding: a convolution whose stride is the patch size. Tokens are in row-major order.
 
     Example:
         >>> PatchEmbed(in_channels=3, width=32, patch_size=4)(torch.randn(2, 3, 8, 8)).shape
@@ -246,7 +253,7 @@ class PatchEmbed(nn.Module):
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
-    """Split images (B, C, H, W) into patches (B, N, p p C).
+    """Split images (B, C, H, W) into patches (B, N, p p C), where p is the patch size.
 
     The features of a patch have the order (row, column, channel).
 
@@ -287,9 +294,12 @@ def grid_positions(side: int, device: torch.device | None = None) -> tuple[Tenso
 
 
 def sincos_2d(side: int, width: int) -> Tensor:
-    """Compute fixed position embeddings (1, side**2, width): sinusoids of column, then row.
+    """Compute fixed position embeddings (1, side**2, width) of a grid of side x side patches.
 
-    Source: He et al. 2022 (MAE), appendix A.1. The authors' code also has columns first.
+    The first half of the features are sinusoids of the column, as in the code of the authors of
+    MAE. The second half are sinusoids of the row.
+
+    Source: He et al. 2022 (MAE), appendix A.1.
 
     Example:
         >>> sincos_2d(side=2, width=8).shape
@@ -301,14 +311,17 @@ def sincos_2d(side: int, width: int) -> Tensor:
 
 
 class Patched(nn.Module):
-    """Applies another network to images whose patches are moved into channels, to save compute.
+    """Run a network at a lower resolution, to save compute, by moving patches into channels.
+
+    The module turns images (B, C, H, W) into (B, size**2 * C, H / size, W / size), calls the
+    network, and moves the channels of its output back into pixels.
 
     Args:
-        network: network for images (B, size**2 * C, H / size, W / size). It has as many output
-            channels as input channels, or twice as many.
-        size: height and width of a patch, which divides height and width of the images.
+        network: network for images with `size**2 * C` channels. It must have as many output
+            channels as input channels, or twice as many if it also predicts the variance.
+        size: height and width of a patch, which must divide the height and width of the images.
 
-    Source: Shi et al. 2016 (arXiv 1609.05158), section 3.2, for the order of pixels.
+    Source: Shi et al. 2016 (arXiv 1609.05158), section 3.2, for the order of pixels in channels.
 
     Example:
         >>> from lit_diffusion.networks.unet import UNet
@@ -339,7 +352,7 @@ class Patched(nn.Module):
 def zero_(module: _Module) -> _Module:
     """Set all parameters to 0 and return the module.
 
-    A residual block whose last layer is zero is the identity at initialization.
+    If the last layer of a residual branch is zero, the residual block is the identity.
 
     Example:
         >>> zero_(nn.Linear(2, 1)).weight.tolist()
@@ -352,7 +365,7 @@ def zero_(module: _Module) -> _Module:
 
 @torch.no_grad()
 def xavier_uniform_(network: nn.Module) -> None:
-    """Initialize all linear maps and convolutions: Xavier-uniform weights and zero biases.
+    """Initialize all linear maps and convolutions with Xavier-uniform weights and zero biases.
 
     Example:
         >>> linear = nn.Linear(2, 1)
@@ -380,14 +393,17 @@ def maybe_checkpoint(block: nn.Module, *inputs: Tensor | None, enabled: bool) ->
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Context without autocast on the device of `x`: operations keep the dtype of their inputs.
+    """Return a context without autocast for the device of `x`.
+
+    Inside the context, operations keep the dtype of their inputs.
 
     Example:
         >>> with torch.autocast("cpu", torch.bfloat16), no_autocast(torch.ones(1)):
         ...     nn.Linear(2, 1)(torch.ones(2)).dtype
         torch.float32
     """
-    if x.is_meta:  # has no autocast; torch 2.11 does not compile `is_autocast_available`
+    if x.is_meta:  # autocast does not exist for meta tensors
+        # `torch.amp.is_autocast_available` would tell, but torch 2.11 cannot compile it.
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
@@ -395,9 +411,10 @@ def no_autocast(x: Tensor) -> AbstractContextManager[None]:
 def check_sizes(
     image_size: int, patch_size: int, width: int, depth: int, num_heads: int, **others: float
 ) -> None:
-    """Raise ValueError if sizes of a transformer do not fit together, or are far too large.
+    """Raise ValueError if the sizes of a transformer do not fit together, or if one is implausible.
 
-    `others` contains further sizes by name, which must be positive.
+    Implausible sizes are widths and images above 100,000 and depths above 1,000. `others` contains
+    further sizes by name, which must only be positive.
 
     Example:
         >>> check_sizes(image_size=8, patch_size=2, width=32, depth=2, num_heads=2, mlp_ratio=4.0)

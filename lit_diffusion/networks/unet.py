@@ -1,17 +1,20 @@
-"""The U-Net of improved-diffusion and guided-diffusion, and the classifier with its encoder.
+"""The U-Net of improved-diffusion and guided-diffusion, and a classifier built from its encoder.
 
     x -- input_blocks ------------------- skips ------------------- output_blocks -- out
          each level: n x (ResBlock,              each level: (n + 1) x (ResBlock,
          attention), then down                          attention), then up
               +----------------------- middle_block ------------------------+
 
-Parameters have the names and shapes of the two repositories, so their checkpoints load with
-`load_state_dict`. The repositories' `attention_resolutions` "16,8" at `image_size` 32 correspond to
-`attention_downsample=(2, 4)` here. Their `use_new_attention_order` corresponds to
-`split_heads_first=False`.
+Parameters have the names and shapes of the two repositories, so `load_state_dict` loads their
+checkpoints. Two arguments differ:
 
-Shapes: images (B, C, H, W), embedding of noise level and condition (B, E), tokens of a condition
-(B, L, E) with their mask (B, L).
+* The repositories' `attention_resolutions` lists resolutions in pixels, whereas
+  `attention_downsample` lists downsampling factors. At `image_size` 32, "16,8" there corresponds to
+  `attention_downsample=(2, 4)` here.
+* `use_new_attention_order=True` there corresponds to `split_heads_first=False` here.
+
+Shapes: images are (B, C, H, W), and the embedding of noise level and condition is (B, E). Tokens of
+a condition are (B, L, E), and their mask is (B, L).
 
 Sources: Nichol & Dhariwal 2021, appendix A; Dhariwal & Nichol 2021, section 3 and appendix;
 github.com/openai/improved-diffusion and github.com/openai/guided-diffusion, file unet.py.
@@ -49,7 +52,7 @@ from lit_diffusion.protocols import Condition, check_positive
 
 
 class GroupNorm32(nn.GroupNorm):
-    """Group norm, with optional scale and shift and optional SiLU; see `fused_norm`.
+    """Group norm with optional scale and shift and optional SiLU, computed by `fused_norm`.
 
     Statistics are computed in float32 or better. The result has the input's dtype.
 
@@ -84,7 +87,7 @@ class GroupNorm32(nn.GroupNorm):
 
 
 class PointwiseLinear(nn.Conv1d):
-    """A linear map of tokens. Its weight has the shape of a 1x1 convolution.
+    """A linear map of tokens, whose weight has the shape of a 1D convolution of kernel size 1.
 
     Published U-Nets have weights of this shape.
 
@@ -113,18 +116,18 @@ class Conv3x3(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=3, padding=1)
 
     def forward(self, input: Tensor, add_bias: bool = True) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, H, W). Without `add_bias`, adds no bias."""
+        """(B, in_channels, H, W) -> (B, out_channels, H, W), without bias if not `add_bias`."""
         return F.conv2d(input, self.weight, self.bias if add_bias else None, padding=1)
 
 
 def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Compute `conv(x)`. On CUDA, the bias is not added, but returned for the next norm to add.
+    """Compute `conv(x)`. On CUDA, leave out the bias of a `Conv3x3`, and return it separately.
 
-    This saves two passes over the images. The norm adds the bias while it reads the images, and
-    computes the gradient of the bias from sums that it needs anyway.
+    The group norm after the convolution then adds the bias while it reads the images, and computes
+    the gradient of the bias from sums that it needs anyway. This saves two passes over the images.
 
     Returns:
-        On CUDA, the output without bias, and the bias (B, out_channels). On other devices,
+        For a `Conv3x3` on CUDA, the output without bias, and the bias (B, out_channels). Otherwise,
         `conv(x)` and None.
 
     Example:
@@ -138,11 +141,13 @@ def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 class ResBlock(nn.Module):
-    """Residual block `x + conv(norm(conv(norm(x))))`, with an embedding between the convolutions.
+    """Residual block `x + conv(norm(conv(norm(x))))`, which also takes an embedding.
 
-    With `scale_shift_norm`, the embedding determines the scale and shift of the second norm
-    (adaptive group norm). Otherwise, the embedding is added before the second norm. `resample`
-    changes the resolution of x, and the resolution of the residual branch before its first
+    The embedding contains the noise level and the condition. With `scale_shift_norm`, it determines
+    the scale and shift of the second norm (adaptive group norm). Otherwise, it is added to the
+    input of the second norm.
+
+    If `resample` is not None, it changes the resolution of x and of the input of the first
     convolution.
     """
 
@@ -194,7 +199,7 @@ class ResBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Residual block `x + attention(norm(x))`, with self-attention among all pixels.
+    """Residual block `x + attention(norm(x))`, in which every pixel attends to all pixels.
 
     Source: Ho et al. 2020, appendix B.
     """
@@ -218,7 +223,7 @@ class AttentionBlock(nn.Module):
 
 
 class CrossAttentionBlock(nn.Module):
-    """Residual block `x + attention(norm(x))`, from all pixels to the tokens of a condition.
+    """Residual block `x + attention(norm(x))`, in which pixels attend to the condition's tokens.
 
     Source: Rombach et al. 2022 (latent diffusion), section 3.3.
     """
@@ -272,7 +277,7 @@ class AttentionPool(nn.Module):
 
 
 class ConditionedSequential(nn.ModuleList):
-    """Sequential layers. ResBlocks get the embedding, and cross-attention gets the tokens."""
+    """Sequential layers that pass on the embedding to ResBlocks and tokens to cross-attention."""
 
     def forward(
         self, x: Tensor, emb: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None
@@ -291,9 +296,9 @@ class ConditionedSequential(nn.ModuleList):
 class ZeroNullLabelEmbedding(LabelEmbedding):
     """Embedding of labels: a learned vector for each class, and zeros for no class.
 
-    A learned vector for no class would not be more expressive, because the last bias of
-    `time_embed` is added in any case. Without the learned vector, the state_dict has the published
-    keys.
+    A learned vector for no class would have no effect that the U-Net cannot learn without it,
+    because the U-Net adds the label's embedding to `time_embed`, which ends in a learned bias.
+    Without this vector, the state_dict has the same keys and shapes as published checkpoints.
 
     Example:
         >>> ZeroNullLabelEmbedding(10, width=4)(torch.tensor([-1])).vector.tolist()
@@ -302,7 +307,7 @@ class ZeroNullLabelEmbedding(LabelEmbedding):
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__(num_classes, width, null_class=False)
-        self.null_class = True  # the null class has no row
+        self.null_class = True  # though the table has no row for it
 
     def forward(self, labels: Tensor) -> EmbeddedCondition:
         """(B,) -> vector (B, E)."""
@@ -311,10 +316,10 @@ class ZeroNullLabelEmbedding(LabelEmbedding):
 
 
 class _Encoder(nn.Module):
-    """Embedding of the noise level, encoder and middle block, shared by the networks below.
+    """Base class with the embedding of the noise level, the encoder and the middle block.
 
-    The class takes the arguments of `UNet`. `cross_attention` is for a condition of tokens or
-    words.
+    The arguments are the same as in `UNet`. In addition, `cross_attention` adds the blocks that a
+    condition of tokens or words needs.
     """
 
     out: nn.Sequential
@@ -378,7 +383,7 @@ class _Encoder(nn.Module):
         self.time_embed = TimestepMLP(model_channels, self.emb_channels)
         channels = self.widths[0]
         self.input_blocks = nn.ModuleList([ConditionedSequential([Conv3x3(in_channels, channels)])])
-        self.skip_channels = [channels]  # of the outputs of input_blocks
+        self.skip_channels = [channels]  # channels of the output of each input block
         for level, width in enumerate(self.widths):
             for _ in range(num_res_blocks):
                 self.input_blocks.append(
@@ -394,7 +399,7 @@ class _Encoder(nn.Module):
     def _stage(
         self, in_channels: int, out_channels: int, num_heads: int, *, attend: bool
     ) -> ConditionedSequential:
-        """A ResBlock. With `attend`, also self-attention, and cross-attention to tokens if any."""
+        """Return a ResBlock and, with `attend`, self-attention (and cross-attention if used)."""
         layers: list[nn.Module] = [self.res_block(in_channels, out_channels)]
         if attend:
             heads = heads_for(out_channels, num_heads, self.head_channels)
@@ -424,7 +429,7 @@ class _Encoder(nn.Module):
     def _encode(
         self, x: Tensor, emb: Tensor, *context: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """(B, C, H, W), (B, E) -> output of the middle block, outputs of all input blocks."""
+        """(B, C, H, W), (B, E) -> output of the middle block, list of the input blocks' outputs."""
         reduction = 2 ** (len(self.widths) - 1)
         if x.shape[2] % reduction or x.shape[3] % reduction:
             raise ValueError(
@@ -439,49 +444,52 @@ class _Encoder(nn.Module):
         return maybe_checkpoint(self.middle_block, x, emb, *context, enabled=checkpointing), skips
 
     def _apply_out(self, x: Tensor) -> Tensor:
-        """The layers `out`, in the dtype of their weights even under autocast."""
+        """Apply the layers `out`, in the dtype of their weights even under autocast."""
         norm, _, last = self.out
         with no_autocast(x):
             return cast(Tensor, last(norm(x.to(next(norm.parameters()).dtype), silu=True)))
 
 
 class UNet(_Encoder):
-    """Diffusion U-Net of the improved-diffusion and guided-diffusion family.
+    """Diffusion U-Net as in improved-diffusion and guided-diffusion. Initially, it outputs zero.
 
-    The U-Net outputs zero at initialization. Labels and vectors are added to the embedding of the
-    noise level. A label of -1 (no class) adds zero. If the condition has tokens or words, every
-    level with self-attention also has cross-attention to them.
+    The network adds the embedding of a label or vector to the embedding of the noise level. The
+    label -1 (no class) adds zero. If the condition consists of tokens or words, a cross-attention
+    block, which attends to them, follows every self-attention block.
 
-    Under autocast, the noise embedding and the output layers keep the dtype of their weights, as in
-    guided-diffusion's half-precision mode.
+    Under autocast, the embedding of the noise level and the output layers still compute in the
+    dtype of their weights, as in guided-diffusion's half-precision mode.
 
     Args:
         in_channels: channels of x.
-        out_channels: channels of the output. If the variance is learned, twice the channels of the
-            images.
+        out_channels: channels of the output. They are the channels of x, or twice as many if the
+            network also predicts the variance.
         model_channels: base width, even.
-        channel_mult: width of each level, in units of `model_channels`. Level i has the resolution
-            `1 / 2**i`.
-        num_res_blocks: ResBlocks per level of the encoder. The decoder has one more.
-        attention_downsample: levels with attention, identified by their downsampling factor. The
+        channel_mult: width of each level, in units of `model_channels`. Level i = 0, 1, ... works
+            on feature maps whose height and width are divided by `2**i`.
+        num_res_blocks: ResBlocks per level of the encoder. The decoder has one more per level.
+        attention_downsample: downsampling factors `2**i` of the levels i that have attention. The
             middle block always has attention.
-        num_heads: attention heads.
+        num_heads: number of attention heads.
         head_channels: channels of a head. If set, it determines the number of heads, and
             `num_heads` and `num_heads_upsample` are not used.
-        num_heads_upsample: heads in the decoder (improved-diffusion); None for `num_heads`.
-        dropout: probability in every ResBlock.
-        num_classes: short form of condition=Classes(num_classes).
-        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
-        scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock. If
-            not, it is added before that norm.
-        resblock_updown: whether ResBlocks change the resolution, instead of plain convolutions.
-        split_heads_first: order of the qkv features in a checkpoint. True means [head][q, k, v],
-            and False means [q, k, v][head]. If you train from scratch, the order does not matter.
-        norm_groups: groups of every group norm, which must divide all widths. Published models use
-            32. Groups of a single channel are slow on a CPU in channels_last format.
-        gradient_checkpointing: whether to store only the inputs of each block and compute its
-            activations again in the backward pass. This needs less memory and about a third more
-            time. The gradients are the same.
+        num_heads_upsample: number of heads in the decoder, as in improved-diffusion. None uses
+            `num_heads`.
+        dropout: dropout probability in every ResBlock.
+        num_classes: short form of `condition=Classes(num_classes)`.
+        condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
+            `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition.
+        scale_shift_norm: whether the embedding of noise level and condition scales and shifts the
+            output of the second norm of a ResBlock. If False, it is added to the norm's input.
+        resblock_updown: whether ResBlocks change the resolution. If False, convolutions do.
+        split_heads_first: order of the features of queries, keys and values in a checkpoint, as in
+            `layers.self_attention`. If you train from scratch, the order does not matter.
+        norm_groups: number of groups in every group norm, which must divide the width of every
+            level. Published models have 32 groups. Groups of a single channel are slow on a CPU in
+            channels_last format.
+        gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
+            and compute its activations again in the backward pass. Training then needs less memory
+            and takes about a third more time, with the same gradients.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -565,16 +573,18 @@ class UNet(_Encoder):
 
         Args:
             x: (B, in_channels, H, W). H and W must be divisible by `2**(levels - 1)`.
-            noise_label: (B,) noise labels of the process, such as steps, possibly fractional. They
-                are float32 or float64 for every dtype of x, because bfloat16 cannot represent 999.
-            condition: condition of the images, of the kind that the network was built for. Labels
-                are (B,) int64, with -1 for no class. None means no condition for all images.
+            noise_label: (B,) noise labels of the process, such as time steps, which may be
+                fractional. They are float32 or float64 whatever the dtype of x is, because bfloat16
+                cannot represent 999.
+            condition: condition of the images, of the network's kind. For `Classes`, it is labels
+                (B,) int64, with -1 for no class. None means that no image has a condition.
 
         Returns:
             (B, out_channels, H, W) in the dtype of the weights.
 
         Raises:
-            ValueError: if the condition has the wrong kind, or a height or width is not divisible.
+            ValueError: if the condition has the wrong kind, or if H or W is not divisible by
+                `2**(levels - 1)`.
         """
         embedding = self.condition_emb if self.label_emb is None else self.label_emb
         embedded = embed_condition(embedding, condition, x, "UNet")
@@ -592,25 +602,26 @@ class UNet(_Encoder):
 class EncoderUNet(_Encoder):
     """Classifier of noisy images: the encoder of the U-Net, then attention pooling.
 
-    The network equals guided-diffusion's `EncoderUNetModel` with pool="attention", which
-    guided-diffusion's classifiers use.
+    The network equals guided-diffusion's classifiers, which are `EncoderUNetModel` with
+    pool="attention".
 
     Args:
-        image_size: height and width of x. The pooling has a parameter per position.
+        image_size: height and width of x. They are fixed, because the pooling learns an embedding
+            of each position.
         in_channels: channels of x.
         out_channels: number of classes.
         model_channels: base width, even.
         channel_mult: width of each level, in units of `model_channels`.
         num_res_blocks: ResBlocks per level.
-        attention_downsample: levels with attention, identified by their downsampling factor. The
-            middle block always has attention.
-        head_channels: channels of a head, in the blocks and in the pooling.
-        dropout: probability in every ResBlock.
-        scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock. If
-            not, it is added before that norm.
-        resblock_updown: whether ResBlocks reduce the resolution, instead of plain convolutions.
-        split_heads_first: order of the qkv features in the blocks. True means [head][q, k, v], and
-            False means [q, k, v][head]. The pooling always has [q, k, v][head].
+        attention_downsample: downsampling factors `2**i` of the levels i = 0, 1, ... that have
+            attention. The middle block always has attention.
+        head_channels: channels of an attention head, in the blocks and in the pooling.
+        dropout: dropout probability in every ResBlock.
+        scale_shift_norm: whether the embedding of noise level and condition scales and shifts the
+            output of the second norm of a ResBlock. If False, it is added to the norm's input.
+        resblock_updown: whether ResBlocks reduce the resolution. If False, convolutions do.
+        split_heads_first: order of the features of queries, keys and values in the blocks, as in
+            `layers.self_attention`. The pooling always has the order of False.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -667,12 +678,12 @@ class EncoderUNet(_Encoder):
 
 
 def heads_for(channels: int, num_heads: int, head_channels: int | None) -> int:
-    """Number of attention heads in a block with this many channels.
+    """Compute the number of attention heads of a block.
 
     Args:
         channels: channels of the block.
-        num_heads: number of heads, if `head_channels` is None.
-        head_channels: channels of a head; None uses `num_heads`.
+        num_heads: number of heads, which is used only if `head_channels` is None.
+        head_channels: channels of a head, which determine the number of heads; or None.
 
     Raises:
         ValueError: if the channels cannot be divided among the heads.

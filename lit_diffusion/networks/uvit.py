@@ -1,11 +1,11 @@
-"""U-ViT: a vision transformer in which noise level and condition are tokens, with long skips.
+"""U-ViT: a vision transformer with long skip connections. Noise level and condition are tokens.
 
     [condition][noise level][patches] -- in_blocks -- mid_block -- out_blocks -- patches -- out
                                              +-------- skips --------+
 
-Parameters have the names and shapes of the authors' repository, so its checkpoints load with
-`load_state_dict`. If the authors' configuration drops labels, its num_classes includes the null
-class. Their num_classes=1001 corresponds to num_classes=1000 here.
+Parameters have the names and shapes of the authors' repository, so `load_state_dict` loads their
+checkpoints. If the authors' configuration drops labels in training, its num_classes counts the null
+class. In this case, num_classes=1001 there corresponds to num_classes=1000 here.
 
 Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Models" (arXiv
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.
@@ -41,7 +41,9 @@ from lit_diffusion.protocols import Condition
 
 
 class UViTBlock(nn.Module):
-    """A pre-norm transformer block. In the decoder (skip=True), it first merges a long skip.
+    """A pre-norm transformer block.
+
+    With skip=True, it first merges its input with the output of a block in the first half.
 
     Example:
         >>> block = UViTBlock(width=32, num_heads=2, hidden=64, qkv_bias=True)
@@ -67,7 +69,7 @@ class UViTBlock(nn.Module):
 
 
 class UViT(nn.Module):
-    """Transformer on patches, with the skip connections of a U-Net.
+    """Transformer on image patches, with the skip connections of a U-Net.
 
     | size | width | depth | num_heads |
     |------|-------|-------|-----------|
@@ -76,33 +78,36 @@ class UViT(nn.Module):
     | L    | 1024  | 20    | 16        |
     | H    | 1152  | 28    | 16        |
 
-    Published models include S/2 on CIFAR-10 (patch_size=2), M/4 and L/4 on ImageNet-64, L/4 and H/4
-    on latents 4x64x64, and H/2 on latents 4x32x32. They take continuous noise levels from 0 to 999.
-    The models of size H have final_conv=False, and take steps from 1 to 1000 instead.
+    Published models are named by size and patch_size. They include S/2 for CIFAR-10, M/4 and L/4
+    for ImageNet at 64 x 64 pixels, L/4 and H/4 for latents of shape (4, 64, 64), and H/2 for
+    latents of shape (4, 32, 32). Models of size H have final_conv=False, and their noise labels are
+    the steps 1 to 1000. The noise labels of the other models are real numbers from 0 to 999.
 
-    A label or vector becomes the first token. Tokens and words are appended to the sequence.
+    The embedding of a label or vector is the first token of the sequence. The embeddings of tokens
+    or words come last.
 
-    Under autocast, the output layers and norms keep the dtype of their weights.
+    Under autocast, norms and output layers still compute in the dtype of their weights.
 
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the output. If the variance is learned, twice the channels of the
-            images.
+        out_channels: channels of the output. They are the channels of x, or twice as many if the
+            network also predicts the variance.
         patch_size: height and width of a patch, which must divide `image_size`.
-        width: features of a token, divisible by 4.
-        depth: number of blocks, not counting the middle block. It must be even.
+        width: number of features of a token, divisible by 4.
+        depth: number of blocks without the middle block, even.
         num_heads: number of attention heads, which must divide `width`.
-        mlp_ratio: hidden width of an MLP, in units of `width`.
+        mlp_ratio: hidden features of the MLPs, in units of `width`.
         qkv_bias: whether queries, keys and values have biases.
         mlp_time_embed: whether the sinusoids of the noise level pass through an MLP.
-        final_conv: whether a 3x3 convolution ends the network.
-        num_classes: short form of condition=Classes(num_classes).
-        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`. Published
-            models that never drop labels have Classes(num_classes, null_class=False).
-        gradient_checkpointing: whether to store only the inputs of each block and compute its
-            activations again in the backward pass. This needs less memory and about a third more
-            time. The gradients are the same.
+        final_conv: whether the last layer is a 3x3 convolution.
+        num_classes: short form of `condition=Classes(num_classes)`.
+        condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
+            `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition. For
+            published models that never drop labels, use `Classes(num_classes, null_class=False)`.
+        gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
+            and compute its activations again in the backward pass. Training then needs less memory
+            and takes about a third more time, with the same gradients.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -137,7 +142,9 @@ class UViT(nn.Module):
         others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
         check_sizes(image_size, patch_size, width, depth, num_heads, **others)
         if depth % 2:
-            raise ValueError(f"depth must be even, because skips connect pairs, got {depth}.")
+            raise ValueError(
+                f"depth must be even, because skips connect pairs of blocks, got {depth}."
+            )
         condition = resolve_condition(condition, num_classes)
         self.in_channels = in_channels
         self.num_classes = getattr(condition, "num_classes", None)
@@ -165,7 +172,7 @@ class UViT(nn.Module):
         self._initialize_weights()
 
     def _initialize_weights(self) -> None:
-        """Linear maps and positions with standard deviation 0.02, biases 0, as published."""
+        """Initialize linear maps and positions with a standard deviation of 0.02, biases with 0."""
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -178,15 +185,15 @@ class UViT(nn.Module):
 
         Args:
             x: (B, in_channels, image_size, image_size).
-            noise_label: (B,) noise levels, float32 or float64.
-            condition: condition of the images, of the kind that the network was built for. Labels
-                are (B,) int64, with -1 for no class. None means no condition for all images.
+            noise_label: (B,) noise labels of the process, float32 or float64.
+            condition: condition of the images, of the network's kind. For `Classes`, it is labels
+                (B,) int64, with -1 for no class. None means that no image has a condition.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
 
         Raises:
-            ValueError: if the images have the wrong size, or the condition has the wrong kind.
+            ValueError: if the images have the wrong size, or if the condition has the wrong kind.
         """
         check_image_size(x, self.image_size, "UViT")
         embedded = embed_condition(self.label_emb, condition, x, "UViT")

@@ -116,7 +116,7 @@ def test_in_context_tokens_start_small():
         ({"in_context_tokens": 2, "condition": Tokens(3)}, "in_context_tokens=2 .* label"),
         (
             {"in_context_tokens": 2, "num_classes": 3, "in_context_start": 12},
-            "in_context_start must be a block, 0 to 11, got 12",
+            "in_context_start must be the index of a block, 0 to 11, got 12",
         ),
         ({"width": 12, "num_heads": 2}, "divisible by 4, got width / num_heads = 12 / 2"),
     ],
