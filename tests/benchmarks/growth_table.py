@@ -9,9 +9,9 @@ from typing import Any
 
 COLUMNS = {
     "gflop": "GFLOP",
-    "attention": "share of attention",
+    "attention": "attention's share of GFLOP",
     "ms": "ms of CPU time",
-    "wall_ms": "ms on the wall",
+    "wall_ms": "ms of wall-clock time",
     "kernels": "kernels",
     "mib": "peak MiB",
     "state_mib": "MiB per rank between steps",
@@ -27,18 +27,18 @@ COLUMNS = {
     "state_gib": "GiB of weights, gradients, moments, EMA",
     "arithmetic_ms": "ms of arithmetic",
     "communication_ms": "ms of communication",
-    "alone_ms": "ms of communication if each GPU fetches all by its own link",
+    "alone_ms": "ms of communication without sharing within nodes",
     "hidden_images_per_s": "images/s, communication hidden",
     "none_images_per_s": "images/s, communication not hidden",
     "efficiency": "fraction of linear growth, communication not hidden",
 }
 LAWS: dict[str, dict[str, str]] = {
-    "batch": {"gflop": "1", "ms": "1, with an offset", "mib": "1, with an offset"},
+    "batch": {"gflop": "1", "ms": "1, plus a constant", "mib": "1, plus a constant"},
     "width": {"gflop": "2", "ms": "2", "mib": "1 (activations) to 2 (weights)"},
     "resolution": {"gflop": "2 (attention 4)", "ms": "2 (attention 4)", "mib": "2"},
-    "averages": {"ms": "1", "mib": "1, with an offset"},
+    "averages": {"ms": "1", "mib": "1, plus a constant"},
     "sampling": {"gflop": "1", "ms": "1", "mib": "0"},
-    "ranks": {"ms": "0, and communication", "state_mib": "0 (DDP), -1 (FSDP2)"},
+    "ranks": {"ms": "0, plus communication", "state_mib": "0 (DDP), -1 (FSDP2)"},
     "files": {"list_s": "1", "check_s": "1", "split_s": "1", "first_batch_s": "0"},
 }
 """Exponents of the value in the first column that each column should have."""
@@ -50,7 +50,7 @@ TITLES = {
     "sampling": "steps of DDIM",
     "ranks": "ranks",
     "files": "files",
-    "paper": "GPUs, on paper",
+    "paper": "GPUs (calculated)",
 }
 
 
