@@ -1,8 +1,9 @@
-"""Auxiliary metrics of the samples of an FID, stored under the record key "second_look".
+"""Auxiliary metrics: further scores of the samples with which an FID was computed.
 
-A method that was tuned on one FID may be better by this FID only. Therefore, the same samples are
-also scored with the features of other extractors and against held-out images. To detect copies, the
-samples are also compared with the training images.
+A method that was tuned on one FID may improve only this FID. Therefore, the auxiliary metrics score
+the same samples with the features of other extractors, and against held-out images. They also
+measure how many samples are near copies of training images. A record in evaluations.jsonl stores
+the metrics under the key "second_look".
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,15 @@ from lit_diffusion.metrics.images import ImageSet, evenly_spaced
 from lit_diffusion.metrics.reference import MIN_IMAGES, Reference, Scorer, measure_reference
 
 MAX_REAL = 50_000
-"""Maximal number of real images for the untrained extractors; evenly spaced in a larger set."""
+"""Maximum number of real images for `Pixels` and `RandomCNN`. Of a larger set, they use evenly
+spaced images."""
 
 MAX_NEIGHBORS = 5_000
-"""Maximal number of real or generated images for precision, recall and memorization."""
+"""Maximum number of real images, and of samples, for precision, recall and memorization."""
 
 DISTANCES = ("held-out", "pixels", "random-cnn")
-"""Names of the Frechet distances. The real-data floor of each has the suffix " floor"."""
+"""Names of the Frechet distances. With the suffix " floor", they name the distances of real images
+in place of samples."""
 
 FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorized")
 """Names of the metrics in [0, 1]."""
@@ -38,15 +41,15 @@ FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorize
 
 @dataclass(frozen=True)
 class FeatureComparison:
-    """A Frechet distance to measure: one extractor, and one set of real images.
+    """What one Frechet distance needs: a feature extractor, and statistics of real images.
 
     Attributes:
         name: name of the metric; "" for the FID itself.
-        scorer: extractor of the features.
-        reference: statistics of the real images.
-        real_features: (N, F) features of up to `MAX_NEIGHBORS` real images, for precision and
-            recall. None if precision and recall are not measured, and on all processes except the
-            first.
+        scorer: feature extractor.
+        reference: statistics of the real images' features.
+        real_features: features (N, F) of up to `MAX_NEIGHBORS` real images, for precision and
+            recall. They are None on all processes except the first, and for comparisons that do not
+            measure precision and recall.
     """
 
     name: str
@@ -57,14 +60,16 @@ class FeatureComparison:
 
 @dataclass(frozen=True)
 class AuxiliaryMetrics:
-    """The FID and its auxiliary metrics, ready to score samples.
+    """Measurements of real images with which `accumulator` scores samples.
 
     Attributes:
-        comparisons: the distances to measure. The first is the FID.
-        memorization: the features (N, F) of the training images, and the median distance from a
-            held-out image to its nearest training image. About half of all new samples and all
-            copies are within this distance of a training image. None if the data do not have two
-            splits, and on all processes except the first.
+        comparisons: Frechet distances to measure. The first is the FID.
+        memorization: features (N, F) of the training images, and the median distance from a
+            held-out image to its nearest training image. A sample counts as memorized if it is
+            within this distance of a training image. This is true for all copies of training
+            images, and for about half of the samples that are as new as held-out images. The
+            attribute is None on all processes except the first, and for data without a training and
+            a validation split.
         num_samples: number of samples in an evaluation.
     """
 
@@ -73,15 +78,15 @@ class AuxiliaryMetrics:
     num_samples: int = 0
 
     def accumulator(self) -> "MetricAccumulator":
-        """An empty accumulator for the samples of one evaluation."""
+        """Return an empty accumulator for the samples of one evaluation."""
         return MetricAccumulator(self)
 
 
 class MetricAccumulator:
-    """Accumulates features of the samples of one evaluation.
+    """Accumulator of the features of one evaluation's samples.
 
-    Process r of R adds the samples r, r + R, and so on, in this order. `compute` combines the
-    samples of all processes.
+    Each process adds its own samples. Process r of R must add the samples number r, r + R, r + 2R
+    and so on, in this order. The method `compute` combines the samples of all processes.
     """
 
     def __init__(self, metrics: AuxiliaryMetrics) -> None:
@@ -113,7 +118,11 @@ class MetricAccumulator:
         return next(iter(by_scorer.values()))
 
     def compute(self) -> tuple[float, dict[str, float]]:
-        """Return the FID, and on the first process the other metrics by name. Collective."""
+        """Return the FID, and the other metrics by name, of the samples of all processes.
+
+        All processes must call this method. Only the first one gets precision, recall and the
+        fraction of memorized samples.
+        """
         comparisons = self._metrics.comparisons
         fid, *fids = (distance.compute().item() for distance in self._distances)
         values = dict[str, float]()
@@ -142,18 +151,18 @@ def build_auxiliary_metrics(
     cache: Path,
     labels: Sequence[int] | None,
 ) -> AuxiliaryMetrics:
-    """Measure the real images with which the auxiliary metrics compare samples. Collective.
+    """Measure the real images with which the auxiliary metrics compare samples.
 
-    If the reference is the training images, the metrics also include the distance to held-out
-    images.
+    If `real` is the training split, the metrics include the distance of samples to the held-out
+    images `others`. All processes must call this function.
 
     Args:
-        fid: the FID.
+        fid: the comparison that computes the FID.
         real: reference images of the FID.
         others: real images that are not in `real`, or None.
         num_samples: number of samples that will be scored.
-        cache: folder of cached statistics.
-        labels: labels of these samples; None if they have none.
+        cache: folder in which statistics are cached.
+        labels: labels of the samples; None if they have no labels.
     """
     real_subset, other_subset = _subsample(real), None if others is None else _subsample(others)
     settings = (num_samples, cache, labels)
@@ -186,14 +195,17 @@ def build_auxiliary_metrics(
 
 
 def _subsample(images: ImageSet) -> ImageSet:
-    """At most `MAX_REAL` of the images, evenly spaced."""
+    """Return all images, or `MAX_REAL` evenly spaced images of a larger set."""
     if len(images) <= MAX_REAL:
         return images
     return replace(images, dataset=Subset(images.dataset, evenly_spaced(len(images), MAX_REAL)))
 
 
 def _cached_features(scorer: Scorer, real: ImageSet, max_images: int, cache: Path) -> Tensor | None:
-    """Features (N, F) of at most `max_images` real images, cached; None except on process 0.
+    """Load or compute features (N, F) of at most `max_images` evenly spaced real images.
+
+    Returns:
+        The features on the first process, and None on the other processes.
 
     Raises:
         ValueError: if the cache file is broken.
@@ -218,10 +230,16 @@ def _cached_features(scorer: Scorer, real: ImageSet, max_images: int, cache: Pat
 
 
 def _precision_and_recall(samples: Tensor, real: Tensor, prefix: str) -> dict[str, float]:
-    """Precision and recall of samples (N, F) against real images (M, F), with k = 3 neighbors.
+    """Compute precision and recall with k = 3 neighbors.
 
-    Returns {} if there are fewer than `MIN_IMAGES` samples or real images, or if a feature of a
-    sample is not finite.
+    Args:
+        samples: features (N, F) of samples.
+        real: features (M, F) of real images.
+        prefix: prefix of the metrics' names.
+
+    Returns:
+        The two metrics by name. The dictionary is empty if there are fewer than `MIN_IMAGES`
+        samples or real images, or if a feature of a sample is not finite.
 
     Source: Kynkaanniemi et al. 2019, "Improved Precision and Recall Metric for Assessing Generative
     Models"; computed by torch-fidelity.

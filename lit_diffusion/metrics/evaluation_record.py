@@ -1,4 +1,4 @@
-"""Records of evaluations: an FID with its full FID protocol, training images, and duration."""
+"""Records of evaluations, the count of training images, and the timing of an evaluation."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from lit_diffusion.files import atomic_write_text, checked_read
 
 EMA_CURVE = "ema-curve.jsonl"
-"""File in a run folder with a record for each averaging width that `evaluate --ema` scored."""
+"""File in a run folder with one record per EMA averaging width that `evaluate --ema` has scored."""
 
-# Fields with results of an evaluation. All other fields describe how it was measured.
+# Fields that contain results of an evaluation. All other fields describe how it was measured.
 _RESULT_FIELDS = {
     *("images", "value", "floor", "floor_sd", "floor_images"),
     *("non_finite", "non_finite_seeds", "seconds", "second_look"),
@@ -27,32 +27,36 @@ _RESULT_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
-    """One evaluation with its full FID protocol, as plain builtins: a line of evaluations.jsonl.
+    """One evaluation: the FID and everything that it depends on. A line of evaluations.jsonl.
+
+    All values are plain builtins, so that they can be written as JSON.
 
     Attributes:
-        metric: logged name, which ends in the number of samples.
-        value: the FID; None if samples were not finite.
-        step: optimizer steps completed.
-        images: training images so far on all processes; None if unknown.
-        num_fake: number of generated samples.
+        metric: name under which the FID is logged. It ends in the number of samples.
+        value: the FID; None if any sample was NaN or infinite.
+        step: number of completed optimizer steps.
+        images: number of training images up to this step, over all processes; None if unknown.
+        num_fake: number of samples.
         num_real: number of reference images.
         reference: split or path of the reference images.
         data: fingerprint of the reference images' pixels.
-        protocol: name of the FID protocol.
+        protocol: name of the FID protocol, which includes the feature extractor.
         extractor_sha256: SHA-256 of the extractor's weights.
         resize: description of how images are resized before the extractor.
         weights: name of the weights that generated the samples, such as "ema" or "raw".
-        ema_decay: decay of the average per optimizer step; None if there is no single decay.
-        seeds: first seed (0 except in repeats), and the last seed plus one.
+        ema_decay: decay of the weight average per optimizer step; None if there is no single decay.
+        seeds: first seed, and last seed plus one. The first seed is 0, unless the step is evaluated
+            again with different samples.
         labels: rule that maps seeds to labels; None for unconditional sampling.
         sampling: solver, steps, guidance and other settings from `module.sampling_record()`.
-        floor: FID of real images in place of samples, averaged over draws.
-        floor_sd: standard deviation of the floor over draws; None for a single draw.
-        floor_images: description of the real images that the floor uses.
+        floor: real-data floor, which is the FID of real images in place of samples, averaged over
+            random draws of these images.
+        floor_sd: standard deviation of this FID over the draws; None for a single draw.
+        floor_images: description of the real images with which the floor was measured.
         non_finite: number of samples that are NaN or infinite.
-        non_finite_seeds: seeds of the first of these samples.
+        non_finite_seeds: seeds of the first few of these samples.
         second_look: auxiliary metrics by name.
-        seconds: `EvaluationClock.seconds` of the first process.
+        seconds: duration of the evaluation on the first process, as in `EvaluationClock.seconds`.
     """
 
     metric: str
@@ -81,10 +85,10 @@ class FIDRecord:
 
 
 def is_repeat(record: Mapping[str, Any]) -> bool:
-    """Whether a line of evaluations.jsonl evaluates a step again, with different samples.
+    """Return whether a record evaluates a step again, with different samples.
 
-    Such a line measures how much the FID depends on the samples. It is not a point of the FID
-    curve.
+    Such a record shows how much the FID depends on the samples. The curve of FID over training
+    leaves it out.
 
     Example:
         >>> is_repeat({"seeds": [360, 720]})
@@ -104,13 +108,18 @@ def finite_or_none(value: float) -> float | None:
 
 
 def write_evaluation(path: Path, record: FIDRecord) -> None:
-    """Write a line of evaluations.jsonl, in place of lines with the same step and FID protocol.
+    """Write a record to evaluations.jsonl, and replace older records of the same measurement.
 
-    Such lines exist if a run has resumed before this step and evaluates the step again. If `images`
-    is None, as in evaluations outside a fit, the new line uses the value from the replaced line.
+    A record is of the same measurement if its step and all settings are equal. Such records exist
+    if a run resumes from an earlier step and evaluates the step again. If `record.images` is None,
+    as in evaluations outside a fit, the new line keeps the number of images of the replaced line.
+
+    Args:
+        path: the file, which is created if it does not exist.
+        record: the new record.
 
     Raises:
-        ValueError: if the existing file is not JSON lines.
+        ValueError: if a line of the existing file is not JSON.
     """
     lines, records = list[str](), list[dict[str, Any]]()
     if path.exists():
@@ -135,10 +144,10 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 
 
 class ImageCount(NamedTuple):
-    """Counts training images over all processes, including resumes that change the batch size.
+    """Count of training images over all processes, correct if a resume changes the batch size.
 
-    After `batches` batches per process, the count was `images`. Every later batch adds `per_batch`
-    images over all processes. None means that a number is unknown.
+    After `batches` batches on each process, the count was `images`. Every later batch of all
+    processes together adds `per_batch` images. A number is None if it is unknown.
 
     Example:
         >>> ImageCount(images=1000, batches=10, per_batch=64).at(batches=12)
@@ -150,26 +159,29 @@ class ImageCount(NamedTuple):
     per_batch: int | None
 
     def at(self, batches: int) -> int | None:
-        """Images after `batches` batches per process, including those before a resume."""
+        """Return the count after `batches` batches on each process since the start of the run."""
         if self.images is None or self.per_batch is None:
             return None
         return self.images + (batches - self.batches) * self.per_batch
 
     def resumed(self, batches: int, per_batch: int | None) -> "ImageCount":
-        """The count for a run that continues after `batches` batches with a new `per_batch`."""
+        """Return the count of a run that resumes after `batches` batches with a new `per_batch`."""
         if per_batch == self.per_batch:
             return self
         return ImageCount(self.at(batches), batches, per_batch)
 
     def now(self, trainer: Trainer) -> int | None:
-        """Images so far in the current fit."""
+        """Return the number of training images so far in the current fit."""
         return self.at(_batches_done(trainer))
 
 
 def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> ImageCount:
-    """Return the count at the start of a fit. It continues `previous`, a checkpoint's count.
+    """Return the count of training images at the start of a fit.
 
-    If `previous` is None, batches before a resume are assumed to have the current batch size.
+    Args:
+        trainer: trainer of the fit.
+        previous: count in the checkpoint from which the fit resumes. If it is None, the function
+            assumes that batches before the resume had the current batch size.
     """
     batch_size = getattr(trainer.train_dataloader, "batch_size", None)
     per_batch = int(batch_size * trainer.world_size) if batch_size else None
@@ -178,7 +190,7 @@ def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> I
 
 
 def parse_image_count(state: Any) -> ImageCount | None:
-    """Parse the count in a checkpoint: a list of three numbers, or None.
+    """Parse the count in a checkpoint, which is None or a list with the numbers of `ImageCount`.
 
     Raises:
         ValueError: if the value is neither.
@@ -196,7 +208,7 @@ def parse_image_count(state: Any) -> ImageCount | None:
 
 
 def count_training_images(trainer: Trainer) -> int | None:
-    """Number of training images of a fit so far, on all processes; None if it is unknown."""
+    """Return the number of training images of a fit so far, over all processes; None if unknown."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(count := getattr(callback, "image_count", None), ImageCount):
             return count.now(trainer)
@@ -204,18 +216,19 @@ def count_training_images(trainer: Trainer) -> int | None:
 
 
 def _batches_done(trainer: Trainer) -> int:
-    """Training batches of this process, including those before a resume."""
+    """Return the number of training batches on this process, including batches before a resume."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return int(total.processed)
 
 
 class EvaluationClock:
-    """Times the phases of an evaluation and prints how long it will take.
+    """Timer of the phases of an evaluation, which also prints how long the evaluation will take.
 
     Args:
-        title: prefix of each line.
-        total: number of samples.
-        interval: seconds between lines. The first line is printed after the first batch.
+        title: prefix of each printed line.
+        total: number of samples in the evaluation.
+        interval: minimum number of seconds between printed lines. The first line is printed after
+            the first batch of samples.
 
     Example:
         >>> clock = EvaluationClock("FID", total=100)
@@ -234,13 +247,13 @@ class EvaluationClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context that adds its duration to the phase `name`."""
+        """Return a context whose duration is added to the phase `name`."""
         start = time.monotonic()
         yield
         self._phases[name] += time.monotonic() - start
 
     def tick(self, samples: int) -> None:
-        """Count `samples` more finished samples, and print a line if one is due."""
+        """Add `samples` to the number of finished samples, and print a line if one is due."""
         self._done = min(self._done + samples, self._total)
         if self._done == 0:
             return
@@ -254,7 +267,7 @@ class EvaluationClock:
             rank_zero_info(f"{self._title}: {self._done} of {self._total}, {remaining:.0f} s left.")
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase, the "total" so far, and the "estimated" total."""
+        """Return the seconds of each phase, the "total" so far, and the total first "estimated"."""
         total = time.monotonic() - self._start
         times = {**self._phases, "total": total, "estimated": self._estimate}
         return {name: round(value, 3) for name, value in times.items()}

@@ -1,6 +1,7 @@
-"""FID protocols: the feature extractor, its weights, and how images are resized.
+"""FID protocols: which feature extractor an FID uses, with which weights and which resizing.
 
-Two FIDs are comparable only if they have the same FID protocol and the same numbers of images.
+Two FIDs are comparable only if they were computed with the same FID protocol, and with the same
+numbers of generated and of real images.
 """
 
 import hashlib
@@ -29,17 +30,18 @@ from lit_diffusion.metrics.small_classifier import SmallClassifier, load_small_c
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
 FETCH_HINT = (
-    "On a machine with a network (the login node of a cluster) run `lit-diffusion fetch-weights`, "
-    f"or copy {INCEPTION_FILE} there from {URL_INCEPTION_V3}."
+    "On a machine with internet access, such as the login node of a cluster, run `lit-diffusion "
+    f"fetch-weights`, or download {URL_INCEPTION_V3} yourself and copy it to this path."
 )
 
 GRID = 8
-"""Height and width to which `Pixels` averages an image, as in UCI's digits, from 32x32."""
+"""Height and width of the grid over which `Pixels` averages an image. UCI's digits were reduced
+from 32x32 to the same grid."""
 
 
 @runtime_checkable
 class FIDProtocol(Protocol):
-    """An FID protocol: a named feature extractor.
+    """An FID protocol: a feature extractor with a name, fixed weights and a fixed resizing.
 
     Example:
         >>> isinstance(Pixels(channels=3), FIDProtocol)
@@ -60,16 +62,16 @@ class FIDProtocol(Protocol):
 
     @property
     def resize(self) -> str:
-        """Description of how images are resized before they are scored."""
+        """Description of how images are resized before feature extraction."""
 
     def check(self) -> None:
-        """Raise an error if the weights are missing or corrupt. This method must be fast."""
+        """Raise an error if the weights are missing or corrupt. The check must be fast."""
 
     def build(self) -> nn.Module:
-        """Build a module in eval mode that maps uint8 (N, channels, H, W) to features (N, F).
+        """Build a module that maps images uint8 (N, channels, H, W) to features (N, F).
 
-        The module's attribute `num_features` is F. For the inception score, the module also needs a
-        method `logits(features)` that returns (N, classes).
+        The module must be in eval mode and have an attribute `num_features`, which is F. For the
+        inception score, it also needs a method `logits(features)` that returns (N, classes).
         """
 
 
@@ -77,16 +79,17 @@ class FIDProtocol(Protocol):
 class InceptionV3Compat:
     """FID protocol of published FIDs, as in torch-fidelity and the original TensorFlow code.
 
-    It uses the 2048 pooled features of Inception-v3 of 2015-12-05. Images are resized to 299x299 as
-    in TensorFlow 1, which is bilinear and without antialiasing. This equals torchmetrics'
-    `FrechetInceptionDistance(antialias=False)`. By default, torchmetrics uses antialiasing, and its
-    FIDs are then not comparable with published FIDs.
+    The features are the 2048 pooled features of the Inception-v3 network of 2015-12-05. Images are
+    resized to 299x299 as in TensorFlow 1, with bilinear interpolation and without antialiasing.
+    FIDs with this protocol equal FIDs from torchmetrics' `FrechetInceptionDistance` with
+    `antialias=False`. With torchmetrics' default, which is antialiasing, FIDs are not comparable
+    with published FIDs.
 
     Args:
-        weights_path: weight file; None means torch-fidelity's file in the cache of `torch.hub`.
-        sha256: SHA-256 of the weight file.
+        weights_path: weight file. None means torch-fidelity's file in the cache of `torch.hub`.
+        sha256: expected SHA-256 of the weight file.
 
-    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4. The network and the resize are the
+    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4. The network and the resizing are the
     same as in torch-fidelity.
 
     Example:
@@ -120,8 +123,9 @@ class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
     num_features = 2048
 
     def __init__(self, state: dict[str, Tensor]) -> None:
-        # torch-fidelity reads its file with full pickle, so it gets weights in memory instead. A
-        # path must not be an argument, because a class path in a checkpoint may name this class.
+        # torch-fidelity would unpickle a weight file without restrictions, so it gets weights in
+        # memory instead. This class must not take a path as an argument, because a class path in a
+        # checkpoint could then make it unpickle any file.
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
@@ -132,30 +136,30 @@ class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
         return features
 
     def logits(self, features: Tensor) -> Tensor:
-        """Logits (N, 1008) without bias, for the inception score."""
+        """Compute logits (N, 1008) without bias, for the inception score."""
         return features.mm(self.fc.weight.T)
 
 
 def inception_path() -> Path:
-    """Path where torch-fidelity stores its Inception weights, in the cache of `torch.hub`."""
+    """Return the path of torch-fidelity's Inception weights in the cache of `torch.hub`."""
     return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
 
 
 def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTION_V3) -> Path:
     """Download torch-fidelity's Inception weights (96 MB), unless the file exists.
 
-    Nothing else in this package downloads weights.
+    No other function of this package downloads weights.
 
     Args:
-        destination: file or existing folder; None means `inception_path()`.
-        url: URL of a mirror, for networks that cannot reach the original.
+        destination: file or existing folder. None means `inception_path()`.
+        url: URL of the file. Set it to a mirror if your machine cannot reach the original.
 
     Returns:
-        Path of the file, after its SHA-256 was verified.
+        Path of the file, whose SHA-256 has been verified.
 
     Raises:
         ConnectionError: if `url` cannot be reached.
-        ValueError: if the existing or the downloaded file has a different hash.
+        ValueError: if the existing or the downloaded file does not have the expected SHA-256.
 
     Example:
         >>> path = fetch_weights()  # doctest: +SKIP
@@ -168,22 +172,26 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
             torch.hub.download_url_to_file(url, str(path), hash_prefix=INCEPTION_SHA256)
         except URLError as error:
             raise ConnectionError(
-                f"cannot download {url} ({error.reason}); run this on a machine with a network, "
-                f"then copy the file to {path}."
+                f"cannot download {url} ({error.reason}); run this on a machine with internet "
+                f"access, then copy the file to {path}."
             ) from error
         except RuntimeError as error:  # raised by torch for a wrong hash, after deleting the file
-            raise ValueError(f"{url}: {error}; nothing was kept. Try again.") from error
+            raise ValueError(f"{url}: {error}; the file was deleted. Try again.") from error
     require_sha256(path, INCEPTION_SHA256, FETCH_HINT)
     return path
 
 
 def require_sha256(path: Path, sha256: str, remedy: str) -> None:
-    """Raise FileNotFoundError or ValueError unless the file `path` has this SHA-256.
+    """Raise an error unless the file `path` exists and has the expected SHA-256.
 
     Args:
         path: the file.
-        sha256: expected hash, 64 hex digits.
-        remedy: advice with which the message ends.
+        sha256: expected SHA-256, 64 hex digits.
+        remedy: advice to the user, with which the error message ends.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if its SHA-256 is different.
     """
     if not path.exists():
         raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
@@ -191,8 +199,8 @@ def require_sha256(path: Path, sha256: str, remedy: str) -> None:
         actual = hashlib.file_digest(file, "sha256").hexdigest()
     if actual != sha256:
         raise ValueError(
-            f"{path} has SHA-256 {actual}, expected {sha256}: a broken download or other weights. "
-            f"Delete it. {remedy}"
+            f"{path} has SHA-256 {actual}, expected {sha256}: the download is broken, or the file "
+            f"contains different weights. Delete it. {remedy}"
         )
 
 
@@ -224,19 +232,22 @@ def _shipped_classifiers() -> dict[str, dict[str, Any]]:
 
 
 class EmbeddedCNN(_SmallCNN):
-    """FID protocol with a small classifier that ships with the package.
+    """FID protocol whose extractor is a small classifier that ships with the package.
 
-    Use it for images unlike the images on which Inception was trained. The classifier `digits-cnn`
-    is for 8x8 grey digits, and `patches-cnn` is for 32x32 colour crops of photographs. Both have 64
-    features, so a few hundred images are enough. They were trained on the training split of these
-    data alone, with tests/benchmarks/train_classifiers.py of commit 4282dab. The resulting FIDs are
-    comparable only with FIDs of the same FID protocol, never with published FIDs.
+    Use it for images that differ too much from Inception's training images. The classifier
+    `digits-cnn` is for gray digits of 8x8 pixels, and `patches-cnn` is for color crops of
+    photographs of 32x32 pixels. A few hundred images are enough for an FID, because both
+    classifiers have only 64 features. Such an FID is comparable only with FIDs of the same
+    classifier, never with published FIDs.
+
+    Each classifier was trained on the training split of its data alone, with
+    tests/benchmarks/train_classifiers.py of commit 4282dab.
 
     Args:
         name: "digits-cnn" or "patches-cnn".
 
     Raises:
-        ValueError: if the name is unknown.
+        ValueError: if `name` is another name.
 
     Example:
         >>> protocol = EmbeddedCNN("digits-cnn")
@@ -249,7 +260,7 @@ class EmbeddedCNN(_SmallCNN):
     def __init__(self, name: str) -> None:
         records = _shipped_classifiers()
         if name not in records:
-            raise ValueError(f"shipped classifiers are {', '.join(records)}, got {name!r}.")
+            raise ValueError(f"name must be one of {', '.join(records)}, got {name!r}.")
         self.name = name
         self.path = Path(__file__).with_name(f"{name}.safetensors")
         self.sha256: str = records[name]["sha256"]
@@ -258,17 +269,17 @@ class EmbeddedCNN(_SmallCNN):
 
 
 class TrainedCNN(_SmallCNN):
-    """FID protocol with a network that `lit-diffusion train-extractor` trained on your images.
+    """FID protocol whose extractor was trained on your images by `lit-diffusion train-extractor`.
 
-    The protocol's name ends in the first 8 digits of the file's SHA-256, so the name is unique to
-    the weights. The resulting FIDs are comparable only for the same data and weights.
+    The protocol's name ends in the first 8 digits of the file's SHA-256, because an FID is
+    comparable only with FIDs of the same data and the same weights.
 
     Args:
-        path: file that the command has written.
+        path: file written by `lit-diffusion train-extractor`.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is not an extractor.
+        ValueError: if the file does not contain an extractor.
 
     Example:
         >>> protocol = TrainedCNN("extractor.safetensors")  # doctest: +SKIP
@@ -288,20 +299,22 @@ class TrainedCNN(_SmallCNN):
             with safe_open(self.path, "pt") as file:
                 self.record = dict(json.loads(file.metadata()["extractor"]))
             self.name = f"{self.record['name']}-{self.sha256[:8]}"
-            if self.name != Path(self.name).name:  # would be copied to another folder
+            if self.name != Path(self.name).name:  # `copy_to` would write to another folder
                 raise ValueError(f"its name is {self.record['name']!r}")
             self.size = [int(pixels) for pixels in self.record["size"]]
             self.channels = load_small_classifier(load_file(self.path), self.size).channels
 
     def copy_to(self, folder: Path) -> None:
-        """Copy the file into a run folder, under the protocol's name."""
+        """Copy the weight file into a run folder, under the protocol's name."""
         with atomic_write(folder / f"{self.name}.safetensors") as file:
             file.write(check_regular(self.path).read_bytes())
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """FID protocol whose features are pixels, averaged over an 8x8 grid, in [-1, 1].
+    """FID protocol without a network: the features are the means of an image in an 8x8 grid.
+
+    Pixels are scaled to [-1, 1] before averaging.
 
     Example:
         >>> Pixels(channels=1).build()(torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).shape
@@ -315,14 +328,14 @@ class Pixels:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of resize and channels, because there are no weights; 64 hex digits."""
+        """SHA-256 of `resize` and `channels`, because there are no weights; 64 hex digits."""
         return hashlib.sha256(f"{self.resize}, {self.channels}".encode()).hexdigest()
 
     def check(self) -> None:
         """Do nothing, because there is no weight file."""
 
     def build(self) -> nn.Module:
-        """A module that maps images uint8 (N, channels, H, W) to features (N, 64 channels)."""
+        """Build a module that maps images uint8 (N, channels, H, W) to (N, 64 * channels)."""
         return _PixelGrid(self.channels)
 
 
@@ -337,7 +350,7 @@ class _PixelGrid(nn.Module):
 
 @dataclass(frozen=True)
 class RandomCNN:
-    """FID protocol with the features of a small convolutional network with fixed random weights.
+    """FID protocol whose extractor is a small convolutional network with fixed random weights.
 
     Example:
         >>> RandomCNN(channels=3).build()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape
@@ -361,7 +374,7 @@ class RandomCNN:
         """Do nothing, because there is no weight file."""
 
     def build(self) -> nn.Module:
-        """A module that maps images uint8 (N, channels, H, W) to features (N, 64)."""
+        """Build a module that maps images uint8 (N, channels, H, W) to features (N, 64)."""
         return _RandomClassifier(self.channels)
 
 
@@ -381,7 +394,11 @@ class _RandomClassifier(SmallClassifier):
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
-    """Return the FID protocol with this name, or of a .safetensors file from `train-extractor`.
+    """Return the FID protocol with this name.
+
+    Args:
+        name: "inception-v3-compat", a name of `EmbeddedCNN`, or the path of a .safetensors file
+            written by `lit-diffusion train-extractor`.
 
     Raises:
         ValueError: if there is no such FID protocol.
@@ -398,19 +415,19 @@ def protocol_by_name(name: str) -> FIDProtocol:
         return TrainedCNN(name)
     raise ValueError(
         f"there is no FID protocol {name!r}; choose from "
-        f"{', '.join([InceptionV3Compat.name, *_shipped_classifiers()])}, or name a file that "
-        "`lit-diffusion train-extractor` made of your images."
+        f"{', '.join([InceptionV3Compat.name, *_shipped_classifiers()])}, or give the path of a "
+        ".safetensors file that `lit-diffusion train-extractor` has written."
     )
 
 
 def match_channels(images: Tensor, channels: int) -> Tensor:
     """Convert images uint8 (..., C, H, W) to the number of channels that an extractor takes.
 
-    Grey images are repeated to RGB. RGB becomes grey only if all channels are equal, for example if
-    a grey PNG was read as RGB.
+    A gray channel is repeated three times for RGB. RGB images become gray only if their three
+    channels are equal, for example because a gray PNG was read as RGB.
 
     Raises:
-        ValueError: if another conversion would be needed.
+        ValueError: if any other conversion would be necessary.
 
     Example:
         >>> match_channels(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), channels=3).shape
@@ -421,7 +438,7 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
         return images
     if actual == 1 and channels == 3:
         return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
-    grey = images[..., :1, :, :]
-    if channels == 1 and actual == 3 and bool((images == grey).all()):
-        return grey
+    gray = images[..., :1, :, :]
+    if channels == 1 and actual == 3 and bool((images == gray).all()):
+        return gray
     raise ValueError(f"the extractor takes images of {channels} channel(s), got {actual}.")

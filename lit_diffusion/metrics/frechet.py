@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
 REAL_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
-"""States of the metric that describe the real images."""
+"""Names of the metric's states that describe the real images."""
 
 
 class FrechetDistance(FrechetInceptionDistance):
-    """Frechet distance between fake and real features, accumulated in float64 and over processes.
+    """Frechet distance between the features of fake and real images, computed in float64.
 
-    The distance is `|mu_1 - mu_2|**2 + tr(S_1 + S_2 - 2 * (S_1 @ S_2)**(1/2))`, with the means mu
-    and the covariances S of the fake and the real features. The base class from torchmetrics
-    accumulates the features. This class computes the trace of the square root itself, because
-    torchmetrics' method does not converge for some rank-deficient covariances. The method
-    `compute()` is collective. It returns a float64 scalar >= 0, or NaN if any feature is not
-    finite.
+    The distance is `|mu_1 - mu_2|**2 + tr(S_1 + S_2 - 2 * (S_1 @ S_2)**(1/2))`. Here, mu_1 and S_1
+    are the mean and covariance of the fake features, and mu_2 and S_2 of the real features.
+
+    The base class from torchmetrics accumulates the features. This class computes the trace of the
+    square root itself, because torchmetrics' method does not converge for some rank-deficient
+    covariances.
 
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
     Nash Equilibrium", Eq. 6.
@@ -44,10 +44,13 @@ class FrechetDistance(FrechetInceptionDistance):
         super().update(features.double(), real)
 
     def compute(self) -> Tensor:
-        """The distance, a float64 scalar.
+        """Compute the distance from the features of all processes, all of which must call this.
+
+        Returns:
+            A float64 scalar >= 0, or NaN if any feature is not finite.
 
         Raises:
-            RuntimeError: if there are fewer than two images of either kind.
+            RuntimeError: if there are fewer than two fake or fewer than two real images.
         """
         sums = (self.fake_features_cov_sum, self.real_features_cov_sum)
         if not all(bool(total.isfinite().all()) for total in sums):
@@ -68,23 +71,33 @@ class FrechetDistance(FrechetInceptionDistance):
             getattr(self, f"{kind}_features_{what}") for what in ("num_samples", "sum", "cov_sum")
         )
         if count < 2:
-            raise RuntimeError(f"a covariance needs two {kind} images or more, got {count}.")
+            raise RuntimeError(f"a covariance needs at least two {kind} images, got {count}.")
         mean = total / count
         return mean, (outer - count * mean.outer(mean)) / (count - 1)
 
     def real_sums(self) -> dict[str, Tensor]:
-        """States of the real images, summed over processes, on the CPU. Collective."""
+        """Return the states of the real images, summed over processes, as tensors on the CPU.
+
+        All processes must call this method.
+        """
         with self.sync_context(dist_sync_fn=_sum_over_processes):
             return {name: getattr(self, name).cpu().clone() for name in REAL_SUMS}
 
     def add_real_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Add sums from `real_sums`. Only one process may call this, because `compute` adds."""
+        """Add sums that `real_sums` returned.
+
+        Only one process may call this method, because `compute` sums the states over processes.
+        """
         for name in REAL_SUMS:
             setattr(self, name, getattr(self, name) + sums[name].to(self.device))
 
 
 def _sum_over_processes(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Sum a state over processes. Gathering 2048 x 2048 states of 64 processes would take 2 GiB."""
+    """Sum a state over processes with an all-reduce.
+
+    The default of torchmetrics gathers all states, which would take 2 GiB for 2048 x 2048 float64
+    entries on 64 processes.
+    """
     total = state.clone()
     torch.distributed.all_reduce(total, group=group)
     return [total]

@@ -5,14 +5,18 @@ from torch import Tensor
 from torchmetrics.functional.image import peak_signal_noise_ratio
 
 MAX_PSNR = 100.0
-"""Upper limit of PSNR in dB. The PSNR of equal images is infinite."""
+"""Upper limit of PSNR in dB, because the PSNR of equal images would be infinite."""
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of pairs of images uint8 (N, C, H, W), in dB.
+    """Compute the peak signal-to-noise ratio between image i of `a` and image i of `b`.
+
+    Args:
+        a: uint8 (N, C, H, W).
+        b: uint8 (N, C, H, W).
 
     Returns:
-        PSNR (N,), at most `MAX_PSNR`.
+        PSNR (N,) in dB, at most `MAX_PSNR`.
 
     Example:
         >>> black = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
@@ -28,10 +32,14 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pairwise_psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio of all pairs of N and M images uint8 (C, H, W), in dB.
+    """Compute the peak signal-to-noise ratio between every image of `a` and every image of `b`.
+
+    Args:
+        a: uint8 (N, C, H, W).
+        b: uint8 (M, C, H, W).
 
     Returns:
-        PSNR (N, M), at most `MAX_PSNR`.
+        PSNR (N, M) in dB, at most `MAX_PSNR`.
 
     Example:
         >>> images = torch.randint(256, (3, 1, 8, 8), dtype=torch.uint8)
@@ -47,12 +55,12 @@ def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[
     """Find the nearest neighbor of each image in a bank of images.
 
     Args:
-        images: (N, ...).
-        bank: (M, ...) images to search, which are processed in chunks.
-        chunk: number of images in a chunk.
+        images: images or features (N, ...).
+        bank: images or features (M, ...) among which to search.
+        chunk: number of images of the bank to compare at a time, which limits the memory.
 
     Returns:
-        L2 distance (N,) to the nearest image of the bank, and its index (N,).
+        The L2 distance (N,) to the nearest image of the bank, and the index (N,) of this image.
 
     Example:
         >>> bank = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1)

@@ -1,4 +1,4 @@
-"""Image sets to score, from the batches of any loader, folders, .npz files and data modules."""
+"""Image sets to score: from tensors, folders, .npz files, data modules and any other dataset."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,20 +26,21 @@ LABEL_KEYS = ("label", "labels", "class", "class_label", "cls", "target", "y")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 OVERVIEWS = ("grid.png", "trajectory.png")
-"""Names of files that `lit-diffusion sample` writes next to the samples; they are no samples."""
+"""Names of overview images that `lit-diffusion sample` writes next to the samples."""
 
 
 def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> Tensor:
     """Select the images of a batch, of any dtype and layout.
 
     Args:
-        batch: batch of any loader.
-        key: how to find the images: an index, a key, or a function of the batch. None uses the
-            batch itself, its first part, or the one image tensor of a dictionary.
-        ndim: required number of dimensions; None allows any.
+        batch: batch of any data loader.
+        key: where the images are: an index, a dictionary key, or a function of the batch. None
+            means the batch itself if it is a tensor, the first item of a tuple or list, or the only
+            4-dimensional tensor of a dictionary.
+        ndim: required number of dimensions; None allows any number.
 
     Raises:
-        TypeError: if there are no such images. The message explains how to pass `key`.
+        TypeError: if there is no such tensor. The message explains how to pass `key`.
 
     Example:
         >>> select_images({"image": torch.zeros(2, 3, 8, 8), "name": ["a", "b"]}).shape
@@ -49,11 +50,14 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
     try:
         images = key(batch) if callable(key) else batch if key is None else batch[key]
     except (KeyError, IndexError) as error:
-        raise TypeError(f"images={key!r} finds nothing in a batch {_describe(batch)}.") from error
+        raise TypeError(
+            f"images={key!r} is not an index or key of the batch, which is {_describe(batch)}."
+        ) from error
     if not isinstance(images, Tensor) or ndim not in (None, images.ndim):
         raise TypeError(
-            f"images must be (N, C, H, W), got {_describe(images)} of a batch {_describe(batch)}; "
-            'pass where they are: images=0, images="image" or images=lambda batch: ....'
+            f"images must be a tensor (N, C, H, W), got {_describe(images)} from a batch that is "
+            f"{_describe(batch)}; say where the images are, for example images=0, "
+            'images="image" or images=lambda batch: ....'
         )
     return images
 
@@ -61,16 +65,18 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
 def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     """Convert the images of a batch to uint8 (N, C, H, W).
 
-    Channels-last images are permuted. Floats are accepted if they are 256 evenly spaced levels in
-    [0, 1] or in [-1, 1].
+    The function permutes channels-last images (N, H, W, C). It converts floating-point images only
+    if their values show their range: all values must be multiples of 1/255 in [0, 1], or the same
+    256 levels scaled to [-1, 1].
 
     Args:
-        batch: batch of any loader.
-        key: how to find the images: an index, a key, or a function of the batch. None has the same
-            meaning as in `select_images`.
+        batch: batch of any data loader.
+        key: where the images are: an index, a dictionary key, or a function of the batch. None has
+            the same meaning as in `select_images`.
 
     Raises:
-        TypeError: if the values are different. The message suggests a conversion.
+        TypeError: if there are no images, or if their range is not clear. The message suggests a
+            conversion.
 
     Example:
         >>> to_uint8([torch.tensor([-1.0, 0.6, 1.0]).view(1, 1, 1, 3)]).flatten().tolist()
@@ -95,9 +101,10 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     where = "f(batch)" if callable(key) else "batch" if key is None else f"batch[{key!r}]"
     low, high = (float(bound) for bound in images.aminmax())
     raise TypeError(
-        f"images are {images.dtype} from {low:.3g} to {high:.3g}, and it is not known which "
-        f"numbers are black and white: if 0 and 1, pass images=lambda batch: (255 * {where})"
-        f".round().clamp(0, 255).to(torch.uint8); if -1 and 1, use 127.5 * {where} + 127.5 in it."
+        f"images are {images.dtype} with values from {low:.3g} to {high:.3g}, from which it is not "
+        f"clear which values are black and white. If black is 0 and white is 1, pass "
+        f"images=lambda batch: (255 * {where}).round().clamp(0, 255).to(torch.uint8). If black is "
+        f"-1 and white is 1, replace 255 * {where} in this function by 127.5 * {where} + 127.5."
     )
 
 
@@ -107,8 +114,8 @@ def _default_key(batch: Any) -> BatchKey:
     keys = [key for key, v in batch.items() if isinstance(v, Tensor) and v.ndim == 4]
     if len(keys) != 1:
         raise TypeError(
-            f"it is not known which of {sorted(map(str, batch))} in a batch are its images; pass "
-            'the key, such as images="image".'
+            f"it is not clear which of {sorted(map(str, batch))} in a batch are the images; pass "
+            'the key, for example images="image".'
         )
     return keys[0]  # type: ignore[no-any-return]
 
@@ -116,14 +123,17 @@ def _default_key(batch: Any) -> BatchKey:
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
-    return f"with {sorted(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__
+    if isinstance(value, Mapping):
+        return f"a dictionary with {sorted(map(str, value))}"
+    return f"of type {type(value).__name__}"
 
 
 def read_image(path: Path) -> Tensor:
-    """Read a grey or RGB file, with or without alpha, as uint8 (C, H, W).
+    """Read a gray or RGB image file, with or without an alpha channel, as uint8 (C, H, W).
 
     Raises:
-        ValueError: if the file cannot be read, or has an unsupported mode, such as a palette.
+        ValueError: if the file cannot be read, or if its color mode is not supported, such as a
+            palette.
 
     Example:
         >>> read_image(Path("cat.png")).shape  # doctest: +SKIP
@@ -142,12 +152,13 @@ def read_image(path: Path) -> Tensor:
 class FolderImages(Dataset[Tensor]):
     """Dataset of the PNG and JPEG files in a folder and its subfolders, sorted by path.
 
-    An item is uint8 (C, H, W), with C = 1 for grey and 3 for RGB, or 2 and 4 with alpha. All files
-    must have the same shape. Files named in `OVERVIEWS` are ignored.
+    An item is an image uint8 (C, H, W). C is 1 for gray and 3 for RGB images, plus 1 if there is an
+    alpha channel. All images must have the same shape. Files with a name in `OVERVIEWS` are
+    ignored, because `lit-diffusion sample` writes these grids next to its samples.
 
     Raises:
-        ValueError: if there are no images. When an item is read, also if its file is unreadable or
-            has a different shape.
+        ValueError: if there are no images, or, when an item is read, if its file is unreadable or
+            has a different shape than the first image.
 
     Example:
         >>> FolderImages("samples")[0].shape  # doctest: +SKIP
@@ -158,7 +169,7 @@ class FolderImages(Dataset[Tensor]):
         files = (p for p in Path(folder).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
         self.paths = sorted(p for p in files if p.name not in OVERVIEWS)
         if not self.paths:
-            raise ValueError(f"{folder} holds no {', '.join(IMAGE_SUFFIXES)} file.")
+            raise ValueError(f"{folder} contains no {', '.join(IMAGE_SUFFIXES)} file.")
         self.shape = read_image(self.paths[0]).shape
 
     def __len__(self) -> int:
@@ -169,18 +180,19 @@ class FolderImages(Dataset[Tensor]):
         if image.shape != self.shape:
             raise ValueError(
                 f"{self.paths[index]} is {tuple(image.shape)} (C, H, W), but {self.paths[0].name} "
-                f"is {tuple(self.shape)}; images that are scored together have one shape."
+                f"is {tuple(self.shape)}; images that are scored together must have the same shape."
             )
         return image
 
 
 def open_images(path: str | Path) -> Dataset[Any]:
-    """Open a folder of PNG and JPEG files, or an .npz file with `arr_0` uint8 (N, H, W, C).
+    """Open a folder of PNG and JPEG files, or an .npz file with an array uint8 (N, H, W, C).
 
-    guided-diffusion publishes samples and reference images in this .npz format.
+    The name of the array must be `arr_0`, as in the samples and reference images that
+    guided-diffusion publishes.
 
     Raises:
-        ValueError: if `path` is neither, or has unsupported content.
+        ValueError: if `path` is neither of the two, or if the content is not supported.
 
     Example:
         >>> len(open_images("samples"))  # doctest: +SKIP
@@ -190,18 +202,20 @@ def open_images(path: str | Path) -> Dataset[Any]:
     if path.is_dir():
         return FolderImages(path)
     if path.suffix != ".npz" or not path.exists():
-        raise ValueError(f"{path} is neither a folder of images nor an .npz file of them.")
+        raise ValueError(f"{path} is neither a folder of images nor an .npz file of images.")
     with checked_read(path, ".npz file") as file, np.load(file, allow_pickle=False) as arrays:
         images = arrays.get("arr_0")
     if images is None or images.dtype != np.uint8 or images.ndim != 4 or not len(images):
         content = "none" if images is None else f"{images.dtype} {images.shape}"
-        raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), N >= 1, got {content}.")
+        raise ValueError(
+            f"{path} must contain an array arr_0, uint8 (N, H, W, C) with N >= 1, got {content}."
+        )
     return TensorDataset(torch.from_numpy(images).permute(0, 3, 1, 2))
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A named set of images: samples to score, or a reference.
+    """A named set of images: samples to score, or reference images.
 
     Example:
         >>> images = as_image_set(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "zeros")
@@ -210,16 +224,16 @@ class ImageSet:
     """
 
     name: str  # split or path of the images
-    dataset: Dataset[Any]  # map-style; batches hold images, and optionally labels
-    collate: Callable[[list[Any]], Any] | None = None  # collate_fn of its DataLoaders
-    num_workers: int = 0  # workers of its DataLoaders
-    cached_fingerprint: Callable[[], str] | None = None  # avoids reading all images
-    key: BatchKey = None  # how to get the images of a batch
+    dataset: Dataset[Any]  # map-style; its batches contain images, and optionally labels
+    collate: Callable[[list[Any]], Any] | None = None  # collate_fn of the DataLoader
+    num_workers: int = 0  # number of workers of the DataLoader
+    cached_fingerprint: Callable[[], str] | None = None  # for `fingerprint`, without reading images
+    key: BatchKey = None  # where the images of a batch are
 
     def __len__(self) -> int:
         if not hasattr(self.dataset, "__len__"):
             raise TypeError(
-                f"{self.name}: {type(self.dataset).__name__} has no length; name a folder or an "
+                f"{self.name}: {type(self.dataset).__name__} has no length; use a folder or an "
                 ".npz file of images as the reference instead."
             )
         return len(self.dataset)
@@ -227,11 +241,15 @@ class ImageSet:
     def batches(
         self, batch_size: int, index: Sequence[int] | None = None
     ) -> Iterator[tuple[Tensor, list[int]]]:
-        """Yield images uint8 (N, C, H, W) and their N labels, in the order of `index` (None: all).
+        """Yield batches of images uint8 (N, C, H, W) and their N labels.
 
-        If a batch is a tuple or list, the labels are its second item. If it is a dictionary, the
-        labels are the value of the first of `LABEL_KEYS` that it contains. If the labels are not an
-        integer tensor (N,), all labels are -1.
+        The labels are the second item of a batch that is a tuple or list. In a batch that is a
+        dictionary, they are the value of the first key in `LABEL_KEYS` that exists. If this value
+        is not an integer tensor (N,), or if it does not exist, all labels are -1.
+
+        Args:
+            batch_size: maximum number of images in a batch.
+            index: indices of the images, in the order in which to yield them; None for all images.
         """
         subset = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
@@ -255,7 +273,7 @@ class ImageSet:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that change with any pixel."""
+        """Hash of all pixels, 16 hex digits."""
         if self.cached_fingerprint is not None:
             return self.cached_fingerprint()
         digest = hashlib.sha256()
@@ -266,11 +284,11 @@ class ImageSet:
 
 
 def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
-    """Convert a tensor uint8 (N, C, H, W), or a path, to an `ImageSet`.
+    """Convert images to an `ImageSet`.
 
     Args:
-        source: a tensor, the path of a folder or .npz file, or an `ImageSet`.
-        name: name of a tensor.
+        source: a tensor uint8 (N, C, H, W), the path of a folder or .npz file, or an `ImageSet`.
+        name: name of the image set if `source` is a tensor.
 
     Example:
         >>> len(as_image_set(torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "zeros"))
@@ -284,9 +302,9 @@ def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
 
 
 def evenly_spaced(size: int, num: int) -> list[int]:
-    """List at most `num` evenly spaced indices from 0, ..., size - 1.
+    """List `num` evenly spaced indices from 0, ..., size - 1, or all of them if `num` >= `size`.
 
-    Even spacing is used because data are often sorted by class.
+    Evenly spaced images represent all classes, even if the data are sorted by class.
 
     Example:
         >>> evenly_spaced(10, 4)
@@ -308,10 +326,12 @@ class HasSplits(Protocol):
 
 
 def open_split(data: HasSplits, name: str) -> ImageSet:
-    """Open the images of the split "train", "val" or "test" of a data module.
+    """Open the images of a split of a data module.
 
-    "test" means the split that the data module's attribute `tests_on` names. If there is no such
-    attribute, it means "val".
+    Args:
+        data: the data module.
+        name: "train", "val" or "test". "test" means the split that is named by the data module's
+            attribute `tests_on`, or the validation split if there is no such attribute.
 
     Example:
         >>> from lit_diffusion.data.digits import Digits
@@ -325,4 +345,4 @@ def open_split(data: HasSplits, name: str) -> ImageSet:
 
 
 def _refuse_latents(batch: object) -> Tensor:
-    raise TypeError("the data are latents, but images must be compared with images.")
+    raise TypeError("the data are latents, and samples can be compared only with images.")

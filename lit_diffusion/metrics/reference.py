@@ -1,4 +1,8 @@
-"""Statistics of the reference images of an FID, and the FID's real-data floor."""
+"""Statistics of the reference images of an FID, and the FID's real-data floor.
+
+The real-data floor is the FID of real images in place of samples. A perfect model would have about
+this FID, which is above 0 because the number of images is finite.
+"""
 
 import hashlib
 import math
@@ -20,33 +24,34 @@ from lit_diffusion.metrics.images import ImageSet
 from lit_diffusion.seeding import fold
 
 MIN_IMAGES = 4
-"""Minimal number of reference images."""
+"""Minimum number of reference images."""
 
 NUM_DRAWS = 10
-"""Number of random draws of real images over which the floor is averaged."""
+"""Number of random draws of real images over which the real-data floor is averaged."""
 
 POOL_FACTOR = 4
-"""Size of the pool to draw from, as a multiple of the size of a draw."""
+"""Maximum size of the pool of images from which these draws are taken, divided by the number of
+samples."""
 
 
 @dataclass(frozen=True)
 class Reference:
     """Statistics of real images under one FID protocol."""
 
-    name: str  # split or path of the images
-    fingerprint: str  # fingerprint of their pixels
-    sums: dict[str, Tensor]  # `FrechetDistance.real_sums` of their features
-    floors: tuple[float, ...]  # FIDs of real images in place of samples, one per draw
-    floor_images: str  # which images were drawn and compared, in words
+    name: str  # split or path of the real images
+    fingerprint: str  # fingerprint of the images' pixels
+    sums: dict[str, Tensor]  # `FrechetDistance.real_sums` of the images' features
+    floors: tuple[float, ...]  # FIDs of real images in place of samples, one per random draw
+    floor_images: str  # description of the images that were drawn and compared
 
     @property
     def floor(self) -> float:
-        """FID floor, averaged over the draws."""
+        """Real-data floor: the mean of `floors`."""
         return fmean(self.floors)
 
     @property
     def floor_sd(self) -> float | None:
-        """Standard deviation of the floor over the draws. None if a single draw has all images."""
+        """Standard deviation of `floors`; None if there was a single draw."""
         return stdev(self.floors) if len(self.floors) > 1 else None
 
     @property
@@ -57,9 +62,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Scorer:
-    """The extractor of a protocol on a device, with its batch size.
-
-    Sums of features are on the same device, or on the CPU if the device has no float64.
+    """The feature extractor of an FID protocol on a device, with a batch size.
 
     Example:
         >>> from lit_diffusion.metrics.extractors import Pixels
@@ -79,23 +82,30 @@ class Scorer:
         return int(self.extractor.num_features)  # type: ignore[arg-type]
 
     def metric(self) -> FrechetDistance:
-        """A new, empty metric for these features."""
+        """Return a new, empty metric for the features.
+
+        It accumulates on `device`, or on the CPU if `device` is MPS, which does not support
+        float64.
+        """
         device = "cpu" if self.device.type == "mps" else self.device
         return FrechetDistance(self.num_features).to(device)
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """Features (N, num_features) of images uint8 (N, C, H, W), without autocast."""
+        """Extract features (N, num_features) of images uint8 (N, C, H, W), without autocast."""
         with torch.autocast(self.device.type, enabled=False):
             matched = match_channels(images.to(self.device), self.protocol.channels)
             features: Tensor = self.extractor(matched)
         return features
 
     def features_of_share(self, images: ImageSet, index: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Features of this process's share of the images at `index`, and the labels of all images.
+        """Extract the features of this process's share of the images at `index`.
 
-        The share of process r of R is index[r], index[r + R], and so on. Collective: all processes
-        must call it.
+        The share of process r of R is the images at index[r], index[r + R], index[r + 2R] and so
+        on. All processes must call this method.
+
+        Returns:
+            The features of the share, and the labels of all images at `index`.
         """
         rank, world_size = rank_and_world_size()
         features, labels = [torch.zeros(0, self.num_features, device=self.device)], []
@@ -117,36 +127,40 @@ def measure_reference(
     labels: Sequence[int] | None = None,
     real_features: Tensor | None = None,
 ) -> Reference:
-    """Measure the statistics of `real` and the floor, or read them from the cache. Collective.
+    """Measure the statistics of `real` and the real-data floor, or read them from the cache.
 
-    The floor is the FID of real images in place of samples, which is the score of a perfect model.
-    If the reference is the held-out split, `others` are the training images. If the reference is
-    the training split, `others` are the held-out images. If there are others, at most `num_samples`
-    of them are scored against the whole reference. If there are none, a part of the reference (at
-    most half of it, and at most `num_samples`) is scored against the rest.
+    The real-data floor is the FID of real images in place of samples. With `others`, the function
+    draws up to `num_samples` images of `others` and scores them against all of `real`. Without
+    `others`, it scores a part of `real` (at most half of it, and at most `num_samples` images)
+    against other images of `real`.
 
-    An FID depends on the balance of classes. Therefore, images are drawn with the same labels as
-    the samples, as far as possible. The floor is the mean over `NUM_DRAWS` draws from a pool that
-    is up to `POOL_FACTOR` times as large as a draw.
+    An FID depends on the proportions of the classes. Therefore, the function draws images with the
+    same labels as the samples, as far as possible. It draws `NUM_DRAWS` times from a pool of up to
+    `POOL_FACTOR * num_samples` images, and the floor is the mean of the FIDs. There is a single
+    draw if it takes the whole pool.
+
+    All processes must call this function.
 
     Args:
-        scorer: extractor of the features.
+        scorer: feature extractor.
         real: reference images.
-        others: real images that are not in `real`; None splits `real` for the floor.
+        others: real images that are not in `real`, or None. Usually, one of the two is the training
+            split, and the other one is the held-out split.
         num_samples: number of samples that will be scored.
-        cache: folder of cached statistics.
-        labels: labels of these samples; None if they have none.
-        real_features: (N, F) features of all reference images, if they are known. You may pass them
-            only if there is a single process.
+        cache: folder in which statistics are cached.
+        labels: labels of the samples; None if they have no labels.
+        real_features: features (N, F) of all reference images, if they have been computed already.
+            They are allowed only with a single process.
 
     Raises:
-        ValueError: if there are fewer than 4 real images or fewer than 2 others, or if features are
-            not finite.
+        ValueError: if there are fewer than 4 images in `real` or fewer than 2 in `others`, or if
+            features are not finite.
     """
     if len(real) < MIN_IMAGES or (others is not None and len(others) < 2):
         raise ValueError(
-            f"an FID needs at least 4 real images and 2 others for its floor, got {len(real)} of "
-            f"{real.name}" + (f" and {len(others)} of {others.name}." if others else ".")
+            f"an FID needs at least 4 real images, and 2 others for its real-data floor, got "
+            f"{len(real)} of {real.name}"
+            + (f" and {len(others)} of {others.name}." if others else ".")
         )
     # The file name encodes everything that the statistics depend on.
     sources = [images for images in (real, others) if images]
@@ -165,8 +179,8 @@ def measure_reference(
     num_matched = int(statistics.pop("floor_matched"))
     if not all(math.isfinite(floor) for floor in floors):
         raise ValueError(
-            f"the extractor {protocol.name} gives features of real images that are not finite: its "
-            "weights are broken, or not made for such images."
+            f"the features of real images from the extractor {protocol.name} are not finite: its "
+            "weights are broken, or are not meant for such images."
         )
     size, pool = _floor_sizes(real, others, num_samples)
     origin = f"{size} {(others or real).name} images"
@@ -215,7 +229,7 @@ def _measure_statistics(
 
 
 def _floor_sizes(real: ImageSet, others: ImageSet | None, num_samples: int) -> tuple[int, int]:
-    """Number of images per draw, and number of images in the pool to draw from."""
+    """Return the number of images per draw, and the size of the pool to draw from."""
     if others is not None:
         return min(num_samples, len(others)), min(POOL_FACTOR * num_samples, len(others))
     pool = min(POOL_FACTOR * num_samples, len(real))
@@ -223,13 +237,13 @@ def _floor_sizes(real: ImageSet, others: ImageSet | None, num_samples: int) -> t
 
 
 def _rows_of_share(index: Iterable[int]) -> list[int]:
-    """Rows, in this process's `features_of_share`, of the images at `index` of the pool."""
+    """Return the rows of this process's `features_of_share` that belong to pool images `index`."""
     rank, world_size = rank_and_world_size()
     return sorted(i // world_size for i in index if i % world_size == rank)
 
 
 def shuffled_range(size: int, number: int) -> list[int]:
-    """Permute 0, ..., size - 1 at random. The result is a function of `size` and `number`.
+    """Permute 0, ..., size - 1 at random. `number` is the random seed.
 
     Example:
         >>> sorted(shuffled_range(5, number=0)), shuffled_range(9, 0) == shuffled_range(9, 1)
@@ -243,19 +257,19 @@ def shuffled_range(size: int, number: int) -> list[int]:
 def draw_by_labels(
     labels: Sequence[int], wanted: Mapping[int, int], size: int, number: int
 ) -> list[int]:
-    """Draw `size` images at random, with the number of each label in `wanted`.
+    """Draw `size` images from a pool at random, as far as possible with the `wanted` labels.
 
-    If there are too few images with a label, images with other labels replace the missing ones.
-    Each `number` is an independent draw.
+    If the pool has too few images with a label, the function draws images with other labels
+    instead.
 
     Args:
         labels: labels of the images in the pool.
-        wanted: number of images to draw, by label.
+        wanted: number of images to draw with each label.
         size: number of images to draw.
-        number: number of the draw.
+        number: random seed of the draw.
 
     Returns:
-        Indices of the images in the pool.
+        Indices into the pool.
 
     Example:
         >>> sorted(draw_by_labels([0, 0, 1, 1], wanted={1: 2}, size=2, number=0))
@@ -273,7 +287,7 @@ def draw_by_labels(
 
 
 def load_statistics(path: Path) -> dict[str, Tensor] | None:
-    """Load the tensors that `save_statistics` has written; None if there is no such file.
+    """Load tensors from a file of `save_statistics`. Return None if there is no such file.
 
     Raises:
         ValueError: if the file is broken.

@@ -27,17 +27,20 @@ def score_images(
     """Score images against real images, on one process.
 
     Args:
-        fake: images to score: a tensor uint8 (N, C, H, W), a folder or .npz file, or an `ImageSet`.
+        fake: images to score. They are a tensor uint8 (N, C, H, W), the path of a folder or .npz
+            file, or an `ImageSet`.
         real: reference images, in one of the same forms.
-        protocol: FID protocol that provides the features, and the logits for the inception score.
-        batch_size: images per forward pass.
+        protocol: FID protocol with the feature extractor, which must also have a method `logits`
+            for the inception score.
+        batch_size: number of images per forward pass.
         device: "cpu" or "cuda".
 
     Returns:
-        The scores and a description of the FID protocol, as described in `score_features`.
+        The result of `score_features`: the scores, and entries that describe how they were
+        measured.
 
     Raises:
-        ValueError: if there are fewer than 4 images of either kind.
+        ValueError: if there are fewer than 4 fake or fewer than 4 real images.
 
     Example:
         >>> from lit_diffusion.metrics.extractors import EmbeddedCNN
@@ -72,27 +75,31 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
     """Score images by their features.
 
     Args:
-        scorer: extractor of the features, which also computes their logits.
+        scorer: feature extractor, whose method `logits` computes logits for the inception score.
         fake: features (N, F) of the images to score, on the CPU.
         real: features (M, F) of the reference images, on the CPU.
 
     Returns:
-        The scores as floats, by name: `fid`, `kid`, `kid_std` (over 100 subsets), `precision`,
-        `recall` (k = 3 neighbors), `inception_score` and `inception_score_std`. Further entries
-        describe the FID protocol.
+        A dictionary with the scores `fid`, `kid`, `precision`, `recall` and `inception_score`.
+        `kid_std` is the standard deviation of KID over 100 random subsets, and
+        `inception_score_std` of the inception score over splits of the images. Precision and recall
+        use 3 neighbors. The other entries are the numbers of images, the FID protocol, and the
+        settings of torch-fidelity.
 
     Raises:
-        ValueError: if there are fewer than 4 images of either kind, because precision and recall
-            need 3 neighbors.
+        ValueError: if there are fewer than 4 fake or fewer than 4 real images, because precision
+            and recall need 3 neighbors of each image.
 
     Example:
         See `score_images`.
     """
     if min(len(fake), len(real)) < 4:
-        raise ValueError(f"scores need 4 images of each kind, got {len(fake)} and {len(real)}.")
+        raise ValueError(
+            f"scores need at least 4 fake and 4 real images, got {len(fake)} and {len(real)}."
+        )
     settings = {
         "isc_splits": min(10, len(fake)),
-        # If subsets had all images, kid_std would be 0.
+        # If every subset consisted of all images, kid_std would be 0.
         "kid_subset_size": min(1000, min(len(fake), len(real)) // 2),
         "prc_neighborhood": 3,
         "rng_seed": 2020,  # seed of torch-fidelity's subsets and splits

@@ -1,10 +1,10 @@
-"""The small convolutional network whose features score small images, and its training.
+"""A small convolutional network that extracts features of small images for FID, and its training.
 
-The features must depend on the content of an image and on its quality. Therefore the network learns
-two tasks at once. The first task is to classify clean images, or to match augmented views of the
-same image if there are no classes. The second task is to detect whether an image is clean, blurred
-or noisy. The head of the second task is discarded later. With the first task alone, the features
-and the FID would ignore noise.
+The features must depend on the content of an image and on its quality. Therefore, the network
+learns two tasks at once. The first task is to classify clean images, or, if there are no classes,
+to match augmented views of the same image. The second task is to detect whether an image is clean,
+blurred or noisy. With the first task alone, the features, and thus the FID, would ignore noise. The
+head of the second task is discarded after training.
 """
 
 import json
@@ -31,16 +31,16 @@ LabelledBatch: TypeAlias = tuple[Tensor, Tensor]
 
 
 class SmallClassifier(nn.Module):
-    """Classifier of small images. FID uses the spatial means of its last feature map.
+    """Classifier of small images, whose features are the spatial means of its last feature map.
 
-    Each stage is a 3x3 convolution, batch norm and ReLU. All stages except the last end in 2x2 max
-    pooling.
+    Each stage is a 3x3 convolution, batch norm and ReLU. A 2x2 max pooling follows every stage
+    except the last.
 
     Args:
         channels: channels of the images, >= 1.
         size: height and width of the images in pixels; an int if they are equal.
         widths: channels of each stage. The last entry is the number of features.
-        num_classes: number of outputs of the head.
+        num_classes: number of classes, for which the head computes logits from the features.
 
     Example:
         >>> network = SmallClassifier(channels=1, size=8, widths=(4, 6), num_classes=10).eval()
@@ -64,13 +64,18 @@ class SmallClassifier(nn.Module):
         self.head = nn.Linear(self.num_features, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images uint8 (N, C, H, W) of the right size to features (N, num_features) >= 0."""
+        """Map images uint8 (N, C, H, W) to features (N, num_features) >= 0.
+
+        Raises:
+            TypeError: if the images are not uint8.
+            ValueError: if the images do not have the channels and size of the network.
+        """
         if images.dtype != torch.uint8:
             raise TypeError(f"images must be uint8 in [0, 255], got {images.dtype}.")
         if images.shape[1:] != (self.channels, *self.size):
             raise ValueError(
-                f"this extractor scores images of {(self.channels, *self.size)}, got "
-                f"{tuple(images.shape[1:])}; choose an extractor made for them."
+                f"this extractor takes images of shape {(self.channels, *self.size)}, got "
+                f"{tuple(images.shape[1:])}; choose an extractor for images of this shape."
             )
         return self.features(images.float() / 127.5 - 1)
 
@@ -88,10 +93,14 @@ class SmallClassifier(nn.Module):
 def load_small_classifier(
     state: Mapping[str, Tensor], size: int | Sequence[int]
 ) -> SmallClassifier:
-    """Build the `SmallClassifier` of a state_dict for images of `size`, frozen and in eval mode.
+    """Build a `SmallClassifier` from its state_dict, frozen and in eval mode.
+
+    Args:
+        state: state_dict, which determines the channels and widths.
+        size: height and width of the images in pixels; an int if they are equal.
 
     Raises:
-        KeyError, RuntimeError: if the weights do not belong to a SmallClassifier.
+        KeyError, RuntimeError: if the state_dict does not come from a `SmallClassifier`.
         ValueError: if a weight is not finite.
     """
     for name, value in state.items():
@@ -117,21 +126,22 @@ def train_extractor(
 ) -> SmallClassifier:
     """Train a `SmallClassifier` on images, and write it to a file for `extractors.TrainedCNN`.
 
-    The network learns the classes of the images. If there are fewer than two classes, it learns to
-    match views of the same image. Training is reproducible on the same machine.
+    The network learns to classify the images. If there are fewer than two classes, it learns to
+    match augmented views of the same image instead. In both cases, it also learns to detect blur
+    and noise. Training twice on the same machine gives the same result.
 
     Args:
-        images: training images, all of one size.
+        images: training images, all of the same size.
         path: file to write, with the suffix .safetensors.
-        num_classes: number of classes; None without labels.
-        steps: optimizer steps.
-        batch_size: images per step.
+        num_classes: number of classes; None if the images have no labels.
+        steps: number of optimizer steps.
+        batch_size: number of images per step.
         device: device to train on.
-        log: function that is called with a progress line about every ten seconds.
+        log: function that is called with a line of progress about every ten seconds.
 
     Raises:
-        ValueError: if `path` exists or has a different suffix, if there are no steps or fewer than
-            two images, or if labels are out of range.
+        ValueError: if `path` exists or has a different suffix, if steps < 1, if batch_size < 2, if
+            there are fewer than two images, or if a label is not below `num_classes`.
         OSError: if `path` cannot be written.
 
     Source: T. Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual
@@ -141,12 +151,12 @@ def train_extractor(
     if path.suffix != ".safetensors" or min(steps, batch_size - 1, len(images) - 1) < 1:
         raise ValueError(
             "an extractor needs a file name that ends in .safetensors, steps >= 1, batch_size >= 2 "
-            f"and two images, got {path}, {steps}, {batch_size} and {len(images)}."
+            f"and at least two images, got {path}, {steps}, {batch_size} and {len(images)}."
         )
     if path.exists():
-        raise ValueError(f"{path} exists already, and runs may use it; name another file.")
+        raise ValueError(f"{path} exists already, and runs may use it; choose another file name.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path.parent).close()  # an error now is better than after training
+    tempfile.TemporaryFile(dir=path.parent).close()  # fails now, not after training
     with isolate_rng():
         torch.manual_seed(fold("train-extractor"))
         generator = torch.Generator().manual_seed(fold("batches of train-extractor"))
@@ -155,8 +165,8 @@ def train_extractor(
         classes = num_classes if num_classes and num_classes > 1 else None
         network = SmallClassifier(channels, size, stage_widths(min(size)), classes or 2)
         levels = int(first_batch.flatten().int().bincount().count_nonzero())
-        grey_step = 2 / max(1, levels - 1)  # mean distance of the grey levels, in [-1, 1]
-        dither = min(max(grey_step, 4 / 128), 0.2)
+        gray_step = 2 / max(1, levels - 1)  # mean distance between gray levels in [-1, 1]
+        dither = min(max(gray_step, 4 / 128), 0.2)
         task = ExtractorTask(steps, noise=0.2, dither=dither, by_class=bool(classes))
         batches = _jittered_batches(images, steps * batch_size, batch_size, classes, generator)
         fit(network.to(device), batches, task, generator, log)
@@ -180,17 +190,17 @@ def _jittered_batches(
     for x, labels in images.batches(batch_size, index):
         if classes and not 0 <= min(labels) <= max(labels) < classes:
             raise ValueError(
-                f"labels of {images.name} go from {min(labels)} to {max(labels)} (-1 is none), "
-                f"and the data module says num_classes={classes}."
+                f"labels of {images.name} go from {min(labels)} to {max(labels)} (-1 means no "
+                f"label), but num_classes={classes}."
             )
         yield jitter(x.float() / 127.5 - 1, generator), torch.tensor(labels)
 
 
 def stage_widths(side: int) -> tuple[int, ...]:
-    """Choose the widths of the stages of a `SmallClassifier` for images of `side` pixels.
+    """Choose the widths of the stages of a `SmallClassifier` for images of `side` x `side` pixels.
 
-    The network pools to a side of 4 to 7 pixels. It pools at least twice for images of 4 pixels or
-    more.
+    The number of stages is such that pooling reduces the feature map to 4 to 7 pixels per side.
+    Images with a side of 4 to 15 pixels are pooled twice, and so end with fewer pixels.
 
     Example:
         >>> stage_widths(8), stage_widths(64)
@@ -203,16 +213,16 @@ def stage_widths(side: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ExtractorTask:
-    """The training task of an extractor, on images in [-1, 1].
+    """Settings for the training of an extractor on images in [-1, 1].
 
-    Dither makes the network ignore invisible differences, such as the spacing of grey levels in
-    data with few levels.
+    `dither` is weak noise that is added to all images. It makes the network ignore invisible
+    differences, such as the spacing of gray levels in data with few levels.
     """
 
-    steps: int  # optimizer steps
-    noise: float  # maximal standard deviation of visible noise
-    dither: float  # maximal standard deviation of the noise added to all images
-    by_class: bool = True  # learn classes; otherwise match views of the same image
+    steps: int  # number of optimizer steps
+    noise: float  # maximum standard deviation of the noise that the network learns to detect
+    dither: float  # maximum standard deviation of the noise that is added to all images
+    by_class: bool = True  # whether to learn classes, instead of matching views of the same image
 
 
 def fit(
@@ -222,7 +232,15 @@ def fit(
     generator: torch.Generator,
     log: Callable[[str], Any],
 ) -> SmallClassifier:
-    """Train with AdamW and a one-cycle learning rate, and return the network in eval mode."""
+    """Train with AdamW and a one-cycle learning rate, and return the network in eval mode.
+
+    Args:
+        network: the network to train.
+        batches: clean images in [-1, 1] and their classes.
+        task: settings of the training.
+        generator: source of random numbers.
+        log: function that is called with a line of progress about every ten seconds.
+    """
     device, width = network.head.weight.device, network.num_features
     quality_head = nn.Linear(width, 3)
     projection_head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64))
@@ -253,7 +271,7 @@ def fit(
 
 
 def contrastive_loss(a: Tensor, b: Tensor, temperature: float = 0.2) -> Tensor:
-    """Compute the NT-Xent loss, a scalar, from the embeddings (N, D) of two views of N images.
+    """Compute the NT-Xent loss, a scalar, from embeddings a and b (N, D) of two views of N images.
 
     Source: T. Chen et al. 2020, equation 1.
 
@@ -268,7 +286,10 @@ def contrastive_loss(a: Tensor, b: Tensor, temperature: float = 0.2) -> Tensor:
 
 
 def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Randomly rotate (+-10 degrees), scale (+-10 %), shift (+-0.6 pixels) images (N, C, H, W)."""
+    """Rotate, scale and shift images (N, C, H, W) at random.
+
+    The limits are +-10 degrees, +-10 % and +-0.6 pixels.
+    """
     rotation, scale, *shift = (2 * torch.rand(4, len(x), generator=generator) - 1).unbind()
     angle, zoom = rotation * torch.pi / 18, 1 + 0.1 * scale
     rows = [angle.cos() * zoom, -angle.sin() * zoom, shift[0] * 1.2 / x.shape[-1]]
@@ -278,13 +299,13 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
-    """Corrupt images (N, C, H, W) by blur or noise, for a classifier of corruptions.
+    """Corrupt images (N, C, H, W) by blur or noise, for a head that learns to detect both.
 
-    Noise of up to `task.dither` is added to all images. Then a third of them is blurred, another
-    third gets more noise, and the last third is left as it is. The strengths are random.
+    First, the function adds dither to all images. Then it blurs a third of them, and adds more
+    noise to another third. The strengths of dither, blur and noise are random.
 
     Returns:
-        The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 blurred, 2 noisy.
+        The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 is blurred, 2 is noisy.
     """
     kind = torch.arange(len(x)) % 3
     dither, strength = torch.rand(2, len(x), 1, 1, 1, generator=generator)

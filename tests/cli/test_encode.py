@@ -85,7 +85,7 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys, 
     assert "4 shards were written to others, which has 4 of 8." in capsys.readouterr().out
     write_config(reference="val")
     assert call("fit --config latents.yaml") == 2
-    assert "val: the data are latents, but images must be compared" in capsys.readouterr().err
+    assert "val: the data are latents, and samples can be compared only" in capsys.readouterr().err
     assert not Path("run/checkpoints/last.ckpt").exists()
     write_config(reference="crops")
     assert call("fit --config latents.yaml") == 0
@@ -164,7 +164,7 @@ def test_shards_hold_the_moments_of_the_crops_that_training_on_images_sees(sourc
     torch.testing.assert_close(mirrored, expected, rtol=1e-3, atol=1e-3)
     data = Latents(str(whole), val=2)
     data.check()
-    with pytest.raises(TypeError, match="latents, but images must be compared with images"):
+    with pytest.raises(TypeError, match="latents, and samples can be compared only with images"):
         list(open_split(data, "val").batches(2))
     assert (data.image_shape, data.class_names) == ((3, 16, 16), ("a", "b"))
     assert data.vae_sha256 == codec.sha256

@@ -168,7 +168,7 @@ def test_weights_are_fetched_once_to_where_the_protocol_looks(mirror, tmp_path, 
         fetch_weights(tmp_path, mirror)
     inception_path().unlink()
     monkeypatch.setattr(extractors, "INCEPTION_SHA256", "0" * 64)
-    with pytest.raises(ValueError, match="nothing was kept"):
+    with pytest.raises(ValueError, match="the file was deleted"):
         fetch_weights(url=mirror)
     assert list(inception_path().parent.iterdir()) == []
 

@@ -41,10 +41,10 @@ def test_eight_bit_images_are_read_at_their_place_and_level(images, make, where)
 
 def test_a_range_is_taken_only_where_no_other_fits():
     grey = torch.full((1, 1, 2, 2), 0.6)  # level 153 over [0, 1] and 204 over [-1, 1]
-    with pytest.raises(TypeError, match="which numbers are black"):
+    with pytest.raises(TypeError, match="which values are black"):
         to_uint8(grey)
     assert (to_uint8(torch.ones(1, 1, 2, 2)) == 255).all()  # white in both
-    with pytest.raises(TypeError, match=r"torch.int64 from 0 to 255"):
+    with pytest.raises(TypeError, match=r"torch.int64 with values from 0 to 255"):
         to_uint8(LEVELS.long())
 
 
@@ -70,8 +70,16 @@ def test_other_floats_are_refused_with_what_to_write_and_it_works(images):
     ("batch", "where", "message"),
     [
         ({"jpg": LEVELS, "mask": LEVELS}, None, r"which of \['jpg', 'mask'\] .* images=\"image\""),
-        ({"jpg": LEVELS}, "png", r"images='png' finds nothing in a batch with \['jpg'\]"),
-        ([torch.zeros(3, 4)], None, r"got torch.float32 \(3, 4\) of a batch list; pass where"),
+        (
+            {"jpg": LEVELS},
+            "png",
+            r"images='png' is not an index or key .* dictionary with \['jpg'\]",
+        ),
+        (
+            [torch.zeros(3, 4)],
+            None,
+            r"got torch.float32 \(3, 4\) from a batch that is of type list; say",
+        ),
     ],
 )
 def test_a_batch_without_images_is_refused_with_what_it_has(batch, where, message):
@@ -125,7 +133,7 @@ def test_a_file_that_does_not_fit_is_named_and_the_overview_is_no_sample(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (np.zeros((4, 5), np.uint8), r"must hold arr_0, uint8 \(N, H, W, C\)"),
+        (np.zeros((4, 5), np.uint8), r"must contain an array arr_0, uint8 \(N, H, W, C\)"),
         (np.array([{"a": 1}], dtype=object), "allow_pickle"),
         (b"text", r"some\.npz is damaged or no \.npz"),
     ],
