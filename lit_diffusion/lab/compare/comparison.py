@@ -1,6 +1,6 @@
-"""Compare arms of an experiment with a baseline by the number of steps to a target FID.
+"""Compare ways to train (arms) with a baseline, by the number of steps to a target FID.
 
-All functions are pure: they compute results from curves.
+All functions compute their results from FID curves and have no side effects.
 """
 
 import math
@@ -34,12 +34,13 @@ class Result:
     """Comparison of one arm with the baseline.
 
     Attributes:
-        crossings: crossings of the comparison's target, one per seed.
-        at: FID to which the speed-up is measured. This is the target, unless a seed of the arm
-            never reached the target. Then it is the lowest FID that every seed of both arms
-            reached.
-        holm_p: `speedup.p` adjusted for the number of arms; None without a test.
-        end_p: adjusted p-value of the test on last FIDs if the verdict is WORSE, otherwise None.
+        crossings: the step at which each seed of the arm reached the comparison's target.
+        at: FID to which the speed-up is measured: the target or, if a seed of the arm never reached
+            the target, the lowest FID that all seeds of the arm and of the baseline reached.
+        holm_p: p-value of the speed-up after Holm's correction for the number of arms. None if
+            there was no test.
+        end_p: p-value of the test on last FIDs, corrected for the number of arms. None unless the
+            verdict is WORSE.
     """
 
     arm: Arm
@@ -64,7 +65,8 @@ class Comparison:
         target: FID to reach.
         results: results of the other arms, the fastest first.
         metric: name of the metric, such as FID, pixels or val/loss.
-        num_untested: number of further arms that could not be compared because of their data.
+        num_untested: number of further arms that lack the data for this comparison. Holm's method
+            counts them as tests.
     """
 
     baseline: Arm
@@ -75,7 +77,7 @@ class Comparison:
 
     @property
     def num_tests(self) -> int:
-        """Number of arms without the baseline, for which Holm's method corrects."""
+        """Number of tests that Holm's method corrects for: one per arm except the baseline."""
         return len(self.results) + self.num_untested
 
     @property
@@ -84,15 +86,16 @@ class Comparison:
         return (self.baseline, *(result.arm for result in self.results))
 
     def ends_higher(self, result: Result) -> bool:
-        """Whether the median seed's lowest FID is above the value for the baseline."""
+        """Whether the lowest FID (median over seeds) of an arm is above that of the baseline."""
         return result.arm.median_best > self.baseline.median_best
 
     def falls_short(self, result: Result) -> bool:
         """Whether an arm cannot win, regardless of its speed.
 
-        It cannot win if a seed missed the target or ended without a finite FID, or if its median
-        seed ends higher than the baseline's median seed. The last case matters if one seed of the
-        baseline failed, because the target is then easy to reach.
+        An arm cannot win if one of its seeds missed the target or ended without a finite FID. It
+        also cannot win if its lowest FID (median over seeds) is above the lowest FID of the
+        baseline. This matters if a seed of the baseline failed, because the default target is then
+        easy to reach.
         """
         reached_by_all = result.num_reached == len(result.crossings)
         return not reached_by_all or result.arm.nonfinite_ends > 0 or self.ends_higher(result)
@@ -105,7 +108,7 @@ class Comparison:
 
     @property
     def best(self) -> Result:
-        """The fastest winner. If none wins, the fastest arm, preferably one that can win."""
+        """The fastest winner. If no arm wins, the fastest arm, preferably one that can win."""
         return (self.winners or sorted(self.results, key=self.falls_short))[0]
 
 
@@ -118,22 +121,24 @@ def compare(
 ) -> Comparison:
     """Compare arms with a baseline by the steps that they need to a target FID.
 
-    The default target is the lowest FID that every seed of the baseline reached. The baseline's
-    mean final FID would be a worse target, because half of its seeds miss it. In simulations,
-    intervals for the default target cover the true ratio in 95% of cases. Intervals for the mean
-    cover it less often, and are biased towards 1.
+    The default target is the lowest FID that every seed of the baseline reached. The mean final FID
+    of the baseline would be a worse target, because about half of the baseline's seeds miss it. In
+    simulations, the 95% interval of the speed-up contains the true speed-up in 95% of cases with
+    the default target. With the mean final FID, the interval contains it less often and is biased
+    toward 1.
 
     Args:
         arms: arms to compare, including the baseline.
         baseline: name of the baseline.
         target: FID to reach; None uses the default.
         metric: name of the metric.
-        num_untested: number of arms that are not among `arms` because of their data. They count as
-            tests that show nothing.
+        num_untested: number of arms that are missing from `arms` because they lack the data. Holm's
+            method counts each of them as a test with a p-value of 1.
 
     Raises:
-        ValueError: if there are fewer than two arms, equal names or an unknown baseline, or if the
-            target is not positive or cannot be determined.
+        ValueError: if there are fewer than two arms, if two arms have the same name, if there is no
+            arm with the name of the baseline, or if the target is not positive or cannot be
+            determined.
 
     Example:
         >>> from lit_diffusion.lab.compare.curves import Curve
@@ -199,12 +204,13 @@ def _set_verdict(result: Result, holm_p: float | None) -> Result:
 
 
 def _test_last_fid(result: Result, base: Arm, target: float, num_arms: int) -> Result:
-    """Test the last FID of an arm that missed the target without a significant speed-up.
+    """Test the last FID of an arm that always missed the target and shows no difference in speed.
 
-    If an arm stops improving above the target, its crossings scatter widely and its speed has no
-    clear meaning. The verdict is WORSE if its last log FID is significantly above the baseline's
-    (Welch, Bonferroni for the number of arms). This requires equally long training and finite last
-    FIDs.
+    If an arm stops improving above the target, the steps at which its seeds reach higher FIDs vary
+    widely, and its speed has no clear meaning. The verdict is WORSE if the last log FID of the arm
+    is significantly above the last log FID of the baseline (Welch's test, with Bonferroni's
+    correction for the number of arms). The test requires that both were trained equally long and
+    that all last FIDs are finite.
     """
     arm, verdict = result.arm, result.verdict
     missed = not _any_reached(result.crossings) and _any_reached(base.crossings(target))
@@ -223,10 +229,11 @@ def _test_last_fid(result: Result, base: Arm, target: float, num_arms: int) -> R
 
 
 def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
-    """Replace the steps of arms with training images.
+    """Replace the steps in the curves of all arms with the number of training images so far.
 
     Returns:
-        The arms. None if the images are unknown, or if all arms use the same number per step.
+        The changed arms. None if the numbers of images are unknown, or if all arms use the same
+        number of images per step, which makes the comparison equivalent.
     """
     rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
     if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):
@@ -238,9 +245,9 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
 
 
 def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
-    """Replace the FIDs of arms with another metric, or with NaN where an evaluation lacks it.
+    """Replace the FIDs of arms with another metric, or with NaN where it was not measured.
 
-    Arms are omitted if a seed has no finite value.
+    The result leaves out arms that have a seed without a finite value of the metric.
     """
     converted = []
     for arm in arms:
@@ -255,7 +262,7 @@ def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
 
 
 def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
-    """Repeat a comparison with each of `DISTANCES` in place of FID, with the default target."""
+    """Repeat a comparison with each of `DISTANCES` instead of FID, with its default target."""
     base = comparison.baseline.name
     arms_by_metric = {name: by_metric(comparison.arms, name) for name in DISTANCES}
     return {
@@ -266,7 +273,10 @@ def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
 
 
 def leads(name: str, comparison: Comparison) -> bool:
-    """Whether an arm wins if it is compared with the baseline alone, without a correction."""
+    """Return whether an arm would win if it were the only arm compared with the baseline.
+
+    There is then only one test, and therefore no correction for multiple tests.
+    """
     base, target = comparison.baseline.name, comparison.target
     arms = [arm for arm in comparison.arms if arm.name in (name, base)]
     return len(arms) == 2 and bool(compare(arms, base, target).winners)

@@ -1,6 +1,6 @@
-"""FID curves: when a run reaches a target, how steady it is, and how precise an FID is.
+"""FID as a function of training steps: when it reaches a target, and how much it varies.
 
-An arm, as in a clinical trial, is one way to train. The configs of its runs differ only in the
+An arm (a term from clinical trials) is one way to train. The runs of an arm differ only in the
 seed. The curve of a run is its FID as a function of optimizer steps.
 """
 
@@ -18,7 +18,7 @@ from lit_diffusion.files import checked_read
 from lit_diffusion.metrics.auxiliary_metrics import DISTANCES, FRACTIONS
 
 OTHER_METRICS = (*DISTANCES, *(f"{name} floor" for name in DISTANCES), *FRACTIONS)
-"""Columns of CSV files for other metrics of the same samples."""
+"""Columns of CSV files that contain other metrics of the samples of each FID."""
 
 
 class Bound(Enum):
@@ -35,9 +35,9 @@ class Crossing:
     """The step at which a run reached a target.
 
     Attributes:
-        step: step of the crossing, or of the evaluation that bounds it.
-        bound: AT_MOST if the first evaluation reached the target, MORE_THAN if no evaluation did
-            (censored), UNKNOWN for a mean over both kinds.
+        step: the step or, if it is not known exactly, the step of the evaluation that bounds it.
+        bound: AT_MOST if the first evaluation was already at the target. MORE_THAN if no evaluation
+            was (censored). UNKNOWN for a mean over steps with both kinds of bounds.
 
     Example:
         >>> print(Crossing(1893), Crossing(4000, Bound.MORE_THAN))
@@ -54,9 +54,10 @@ class Crossing:
 
 
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
-    """Compute the geometric mean of steps: a bound if some steps are bounds.
+    """Compute the geometric mean of steps.
 
-    The result is unknown if there are bounds in both directions.
+    If some steps are bounds, the result is a bound. If there are bounds in both directions, it is
+    unknown.
 
     Example:
         >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
@@ -73,12 +74,14 @@ class Curve:
     """FIDs of one training run.
 
     Args:
-        seed: name of the run within its arm.
-        steps: (N,) optimizer steps or training images; increasing, >= 0, and the last > 0.
+        seed: name of the run within its arm, usually the training seed.
+        steps: (N,) optimizer steps or numbers of training images; increasing, >= 0, and the last >
+            0.
         fids: (N,) FIDs > 0; NaN where the samples were not finite.
-        images: (N,) training images so far, increasing; None if not recorded.
-        repeats: FIDs of the last weights with other samples than `fids[-1]`.
-        other_metrics: (N,) other metrics of the samples of each FID, by name; () if not recorded.
+        images: (N,) numbers of training images so far, increasing; None if not recorded.
+        repeats: further FIDs of the last weights, each with a new set of samples.
+        other_metrics: (N,) for each FID, other metrics of the same samples by name; () if not
+            recorded.
 
     Raises:
         ValueError: if lengths differ, if steps do not increase or are out of range, or if an FID is
@@ -133,9 +136,10 @@ class Curve:
     def crossing(self, target: float) -> Crossing:
         """Compute the step at which the running minimum of the FID first reaches a target > 0.
 
-        Log FID is interpolated linearly between evaluations k - 1 and k. The step is `s[k-1] +
-        (s[k] - s[k-1]) * (log(m[k-1]) - log(target)) / (log(m[k-1]) - log(m[k]))`. Here, s are the
-        steps and m is the running minimum, which ignores NaN.
+        Let s be the steps of the evaluations, m the running minimum of the FID (which ignores NaN),
+        and k the first evaluation with `m[k] <= target`. Log FID is interpolated linearly between
+        evaluations k - 1 and k. The result is `s[k-1] + (s[k] - s[k-1]) * (log(m[k-1]) -
+        log(target)) / (log(m[k-1]) - log(m[k]))`.
 
         Example:
             >>> curve = Curve("0", (1000, 2000, 3000), (16.0, 4.0, 3.0))
@@ -174,7 +178,10 @@ class Arm:
 
     @property
     def median_best(self) -> float:
-        """Median over seeds of the lowest FID; infinite if the median seed has no finite FID."""
+        """Median over seeds of the lowest FID of each seed.
+
+        It is infinite if the median seed has no finite FID.
+        """
         return median(curve.best for curve in self.curves)
 
     @property
@@ -193,22 +200,23 @@ class Arm:
         return [fid for curve in self.curves if (fid := curve.at(step)) is not None]
 
     def crossings(self, target: float) -> tuple[Crossing, ...]:
-        """The crossing of a target for each seed."""
+        """The step at which each seed reached a target."""
         return tuple(curve.crossing(target) for curve in self.curves)
 
 
-# Steadiness of curves, and precision of an FID
+# How much FID varies
 
 
 def late_spreads(curve: Curve) -> tuple[float, float] | None:
     """Compute standard deviations of log FID over the last third of the steps.
 
     Returns:
-        The total standard deviation, which includes a steady descent, and the residual standard
-        deviation about a least-squares line, sqrt(sum of squared residuals / (n - 2)), which is 0
-        for a linear descent. None if there are fewer than three finite FIDs.
+        The total standard deviation, which includes a steady descent, and the standard deviation
+        around a least-squares line, which is 0 for a linear descent. The latter is
+        `sqrt(sum of squared residuals / (n - 2))`. None if there are fewer than three finite FIDs.
 
-    Source: the claim under Fig. 5 of "Why Diffusion Models are Stable and How to Make Them Faster".
+    Source: "Why diffusion models are stable and how to make them faster" (2023), which claims under
+    its Fig. 5 that its methods make late FIDs steadier.
     """
     points = zip(*curve.finite, strict=True)
     late = [(step, math.log(fid)) for step, fid in points if step >= 2 / 3 * curve.steps[-1]]
@@ -223,7 +231,7 @@ def late_spreads(curve: Curve) -> tuple[float, float] | None:
 class Spread(NamedTuple):
     """Standard deviation of log FID, with its degrees of freedom.
 
-    For small values it is about the relative standard deviation of FID.
+    A small `sd` is approximately the standard deviation of FID divided by the mean FID.
     """
 
     sd: float
@@ -233,7 +241,8 @@ class Spread(NamedTuple):
 def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
     """Estimate the spread of the last FID over sets of samples from the same weights.
 
-    Variances of log FID are pooled over runs, so differences between runs are not included.
+    The variance of log FID within each run is pooled over runs, so the result does not include
+    differences between runs.
 
     Returns:
         The spread; None if no run has two finite FIDs of its last weights.
@@ -248,15 +257,18 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
 
 
 def paired_spread(curves: Iterable[Curve]) -> Spread | None:
-    """Estimate the spread of the last FID over sets of samples that all runs have in common.
+    """Estimate the spread of the last FID over sets of samples, without effects on all runs.
 
-    An effect of a set on all runs is removed. Let `x_rk` be log FID of run r on its k-th set of
-    samples. The residuals `x_rk - mean_k - mean_r + mean` have `(runs - 1) * (sets - 1)` degrees of
-    freedom. If the k-th sets differ between runs, there is no common effect, and the result
-    estimates `sampling_spread`. Runs with equal numbers of repeats, all finite, are pooled.
+    If all runs generate their k-th set of samples from the same seeds, this set may raise or lower
+    the FIDs of all runs alike. Such an effect cancels when runs are compared, so it is removed. Let
+    `x_rk` be the log FID of run r on its k-th set. The spread is computed from the residuals
+    `x_rk - mean_k - mean_r + mean`, which have `(runs - 1) * (sets - 1)` degrees of freedom. If the
+    k-th sets have different seeds, there is nothing to remove, and the result estimates the same
+    value as `sampling_spread`. Only runs whose last FIDs are all finite are used. They are grouped
+    by their number of sets, and the groups are pooled.
 
     Returns:
-        The spread; None if there are no two such runs.
+        The spread; None if no two runs have the same number of sets, and at least two sets.
     """
     groups: dict[int, list[list[float]]] = {}
     for curve in curves:
@@ -286,12 +298,13 @@ class Stability:
 def loss_stability(losses: Sequence[float]) -> Stability:
     """Count spikes of a training loss, and detect divergence.
 
-    A spike begins when the loss exceeds twice the median of the previous losses outside spikes, at
-    most 20 of them. It ends when the loss falls below this threshold. It counts once, regardless of
-    its length. A factor of 2 exceeds the scatter of a diffusion loss over 64 images.
+    A spike begins when the loss exceeds twice the median of the last 20 losses (or fewer, at the
+    beginning) that do not belong to a spike. The spike ends when the loss no longer exceeds this
+    threshold. A spike counts once, regardless of its length. The factor of 2 is larger than the
+    usual variation of a diffusion loss over batches of 64 images.
 
-    The loss diverged if it is not finite at some step, if its last spike does not end, or if the
-    median of the last 20 losses is above the first loss.
+    The loss counts as diverged if it is not finite at some step, if its last spike does not end, or
+    if the median of the last 20 losses is above the first loss.
 
     Example:
         >>> loss_stability([1.0, 0.9, 0.8, 5.0, 4.0, 0.8, 0.7])
@@ -315,8 +328,8 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
     """Read arms from CSV files with one row per evaluation, such as the curves.csv of `compare`.
 
     The columns arm, step and fid are required. The columns seed, images, repeat and other metrics
-    are optional. Rows with repeat 1, 2, ... are FIDs of the last step with other samples. An FID
-    that is empty, nan or infinite is read as NaN.
+    are optional. A row with repeat 1, 2, ... contains a further FID of the last step, with a new
+    set of samples. An FID that is empty, nan or infinite is read as NaN.
 
     Raises:
         OSError: if a file cannot be read.

@@ -94,7 +94,7 @@ def speedup_figure(comparison: Comparison) -> Figure:
 def curves_figure(comparison: Comparison) -> Figure:
     """Draw FID over training: a thin line per seed, and a thick line for their geometric mean.
 
-    If there are more arms than colors, the slowest arms are grey.
+    If there are more arms than colors, the slowest arms are gray.
     """
     metric = comparison.metric
     with rc_context(_STYLE):

@@ -29,14 +29,14 @@ class Job:
 
 
 OnEnd = Callable[[Job, int, float], None]
-"""Called with a job that ended, its exit status (negative for a signal), and seconds it took."""
+"""Called with an ended job, its exit status (negative if a signal ended it), and its seconds."""
 
 
 def claim_log(path: Path) -> IO[bytes] | None:
     """Open a log for appending, with an exclusive lock.
 
-    The process that writes the log inherits the lock and holds it until it ends. Therefore a second
-    process cannot start with the same log, even if the parent process was killed.
+    The child process that writes the log inherits the lock and holds it until the child ends.
+    Therefore no second process can start with the same log, even if the parent process was killed.
 
     Returns:
         The file, or None if another process holds the lock.
@@ -54,23 +54,26 @@ def claim_log(path: Path) -> IO[bytes] | None:
 
 
 def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
-    """Run all jobs, and stop running jobs if this process is interrupted or gets a signal.
+    """Run all jobs in parallel processes, and stop them if this process is interrupted or signaled.
 
-    OMP_NUM_THREADS of each job is its share of the cores, unless the variable is already set.
+    Unless OMP_NUM_THREADS is already set, it is set for each process to the number of cores divided
+    by `at_once`.
 
-    Batch systems announce the end of a job with SIGUSR1. This signal is passed on to the processes,
-    which then have no time limit to end. On other signals, the processes get a SIGTERM. Ignored
-    signals (nohup) stay ignored.
+    If this process gets a SIGUSR1, with which batch systems announce the end of their time limit,
+    the running processes get a SIGUSR1, too, and may take any time to end. If this process gets a
+    SIGTERM or SIGHUP or is interrupted, the running processes get a SIGTERM, and a SIGKILL after
+    `PATIENCE` seconds. Signals that this process ignores, as under nohup, stay ignored.
 
     Args:
-        jobs: iterator over jobs. The next job is requested whenever there is room for it. None
-            means that no job is ready; the next one is then requested again soon.
-        at_once: maximal number of parallel processes, >= 1.
+        jobs: iterator over jobs. The next job is requested whenever fewer than `at_once` processes
+            run. If no job is ready, the iterator yields None, and is asked again after a short
+            wait.
+        at_once: maximum number of parallel processes, >= 1.
         on_end: function that is called for each process that has ended or was stopped.
 
     Raises:
         KeyboardInterrupt: if this process was interrupted.
-        InterruptedBySignal: if this process got a signal. It is a KeyboardInterrupt.
+        InterruptedBySignal: if this process got a signal. This is a subclass of KeyboardInterrupt.
     """
     queue, running = iter(jobs), dict[subprocess.Popen[bytes], tuple[Job, float]]()
 
