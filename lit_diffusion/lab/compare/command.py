@@ -10,23 +10,24 @@ def parser() -> Parser:
     """Build the parser of the command."""
     parser = Parser(
         "compare",
-        """Compare ways to train by the steps that they need to reach a target FID, over seeds.
+        """Compare ways to train by the number of steps to a target FID, over several seeds.
 
     lit-diffusion compare runs/digits-sweep --out report
     lit-diffusion compare runs/plain-seed0 runs/plain-seed1 runs/clts-seed0 runs/clts-seed1
     lit-diffusion compare numbers.csv --baseline GD --target 6.04
 
 A RUN is a run folder, or a folder with run folders anywhere below it. An arm is one way to train.
-The folders <arm>/seed-<n> or <arm>-seed<n> are its seeds. Any other run folder is an arm of its
-own. Each arm is compared with the baseline by Welch's t test on log steps. Use five seeds or more
-before you claim a speed-up.
+The run folders of its seeds are called <arm>/seed-<n> or <arm>-seed<n>. Any other run folder is an
+arm of its own. Each arm is compared with the baseline by Welch's t test on log steps. Use five
+seeds or more before you claim a speed-up.
 
-The report leaves out, and names, runs whose FID has another protocol than the baseline's, runs
-without FID, runs that were cut short, and runs with a broken file. To compare numbers of other
-programs, pass a CSV file with the columns arm, step and fid (and seed, images, repeat).
+Some runs cannot be compared: runs without FID, runs whose FID was measured differently from the
+baseline's, runs that were cut short, and runs with a broken file. The report leaves them out and
+lists them. To compare numbers of other programs, pass a CSV file with the columns arm, step and
+fid (and seed, images, repeat).
 
-If the runs have scores of `evaluate --ema`, the last FIDs are also compared at the best width of
-the average of each arm.
+If you have run `evaluate --ema` on the runs, the report also compares the last FIDs of the arms,
+each with the EMA width that is best for the arm.
 
 Open DIR/report.html. The same folder has report.md, the figures as PNG and the numbers as CSV.""",
     )
@@ -65,7 +66,7 @@ def run(argv: Sequence[str]) -> None:
         raise ValueError(f"--out {out} is a file; name a folder.")
     table = out / "curves.csv"
     if any(Path(run).resolve() == table.resolve() for run in args.runs):
-        raise ValueError(f"the report would replace {table}, which is read; choose another --out.")
+        raise ValueError(f"the report would overwrite its input {table}; choose another --out.")
     from lit_diffusion.lab.compare.report import build_report, write_report
     from lit_diffusion.lab.compare.tables import speedup_table
 

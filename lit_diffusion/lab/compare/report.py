@@ -50,8 +50,9 @@ lowest FID that all seeds of both arms reached. Faster and slower: p < 0.05 afte
 for the number of arms tested. A faster arm wins if all its seeds reach the target and its median
 seed ends no higher than the baseline's. If an arm misses the target in every seed and shows no
 difference in speed, its last FID is tested as well (Welch on log FID, Bonferroni for the number of
-arms), and it may end worse. Intervals are not corrected for the number of arms. The best of many
-arms looks better than it is, because it was selected: expect less of it with new seeds."""
+arms). If it is significantly higher than the baseline's, the verdict is "ends worse". Intervals are
+not corrected for the number of arms. The best of many arms looks better than it is, because it was
+selected for its result: expect a smaller gain with new seeds."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ class Report:
     """Content of a report.
 
     Attributes:
-        by_images: comparison by training images; None if they are unknown, or equivalent to steps.
+        by_images: comparison by the number of training images instead of steps. None if the numbers
+            are unknown, or if all arms use equally many images per step.
         others: comparisons by other metrics of the same samples, by name of the metric.
-        notes: caveats about the numbers, such as runs that were left out.
-        protocol: how the FIDs were measured, by name.
-        tables: further tables by title; None if there is nothing to show.
+        notes: caveats about the numbers, such as a list of runs that were left out.
+        protocol: settings with which FID was measured, by name.
+        tables: further tables by title; None for a table without rows.
     """
 
     comparison: Comparison
@@ -76,7 +78,7 @@ class Report:
 
     @property
     def result(self) -> str:
-        """The result in one sentence: the best arm, its speed-up, and the FID that it reaches."""
+        """The best arm, its speed-up, and the FID to which it is measured, in one sentence."""
         comparison, best = self.comparison, self.comparison.best
         base, name = comparison.baseline.name, best.arm.name
         factor = format_speedup(replace(best.speedup, low=None, high=None))
@@ -129,7 +131,7 @@ def build_report(
     are_csv = [path.endswith(".csv") for path in paths]
     if any(are_csv) and not all(are_csv):
         raise ValueError(
-            "pass either run folders or CSV files, not both: it is unknown how the FIDs of a CSV "
+            "pass either run folders or CSV files, not both: a CSV file does not say how its FIDs "
             "were measured."
         )
     if all(are_csv):
@@ -178,8 +180,8 @@ def _assemble_report(comparison: Comparison, notes: Sequence[str], **parts: Any)
         extra.append(f"Seeds without a finite last {comparison.metric}: {', '.join(nonfinite)}.")
     if worst.best == comparison.target > 1.2 * best.best:
         extra.append(
-            f"Seed {worst.seed} of {base.name} makes the target an easy one: the median seed "
-            f"reaches {format_fid(base.median_best)}, the best {format_fid(best.best)}."
+            f"Seed {worst.seed} of {base.name} makes the target easy to reach: the median seed "
+            f"reaches {format_fid(base.median_best)}, and the best seed {format_fid(best.best)}."
         )
     if images:
         extra.append("Arms differ in images per step; see the comparison by images seen.")
@@ -191,7 +193,7 @@ def _assemble_report(comparison: Comparison, notes: Sequence[str], **parts: Any)
 
 
 def markdown(report: Report) -> str:
-    """Format the report as Markdown. It refers to figures as PNG files in the same folder."""
+    """Format the report as Markdown, with links to figures (PNG files) in the same folder."""
     comparison, metric = report.comparison, report.comparison.metric
     parts = [
         f"# {escape_markdown(report.result)}",
@@ -238,7 +240,7 @@ def _bullet_list(lines: Iterable[str]) -> str:
 
 
 def html(text: str, pngs: Mapping[str, bytes]) -> str:
-    """Convert a report's Markdown to self-contained HTML, with `pngs` (by file name) embedded."""
+    """Convert a report's Markdown to one HTML page that embeds the figures `pngs`, by file name."""
     parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
     body = str(parser.render(text.replace("+-", "\N{PLUS-MINUS SIGN}")))
     for name, png in pngs.items():  # quotes in the text are &quot;

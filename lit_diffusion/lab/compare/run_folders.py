@@ -1,8 +1,9 @@
-"""Read the runs of an experiment, sort them into arms, and select the comparable ones.
+"""Read the runs of an experiment, group them by arm, and select the runs that are comparable.
 
-The arm of a run is the name of its parent folder if the run folder is called seed-<n>, as in
-sweeps/digits/clts/seed-0. Otherwise it is the name of the run folder without a trailing seed, as in
-runs/clts-seed0.
+An arm is one way to train, with several seeds. The name of a run's folder determines its arm. If a
+run folder is called seed-<n>, its parent folder has the name of the arm, as in
+sweeps/digits/clts/seed-0. Otherwise, the arm is the name of the run folder without a trailing seed,
+as in runs/clts-seed0.
 """
 
 import math
@@ -26,8 +27,8 @@ PROTOCOL = (
     *("metric", "num_fake", "num_real", "data", "protocol", "extractor_sha256"),
     *("resize", "weights", "labels"),
 )
-"""Record fields that must be equal for FIDs to be comparable. "sampling" is not among them, as an
-arm may have another process or solver."""
+"""Fields of an evaluation record that must be equal for FIDs to be comparable. The field "sampling"
+is not one of them, because arms may differ in their process or solver."""
 
 Record = dict[str, Any]
 _SEED_PATTERN = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
@@ -44,14 +45,14 @@ class Run:
     """A run folder and the content of its files.
 
     Attributes:
-        arm: name of its arm.
-        seed: seed in the config, else in the name.
-        config: config of the last start or resume; {} if there is none.
+        arm: name of the arm to which the run belongs.
+        seed: seed in the config or, if it has none, in the name of the folder.
+        config: config of the last start or resume; {} if there is no config file.
         first_config: config of the first start.
         rows: rows of metrics.csv.
-        records: evaluations, the oldest first.
-        width_records: evaluations at several widths of the average, from `evaluate --ema`.
-        grids: images of samples, by step and weights.
+        records: evaluations in evaluations.jsonl, the oldest first.
+        width_records: evaluations with several widths of the EMA, from `evaluate --ema`.
+        grids: PNG files with samples, by step and name of the weights.
         fault: reason why the files cannot be read; None if they can.
     """
 
@@ -68,7 +69,7 @@ class Run:
 
     @property
     def train_losses(self) -> tuple[list[int], list[float]]:
-        """Steps and values of train/loss in metrics.csv; the last is nan if that ended the run."""
+        """Steps and values of train/loss in metrics.csv. A non-finite loss ends a run."""
         rows = [row for row in self.rows if "train/loss" in row]
         return [int(row["step"]) for row in rows], [float(row["train/loss"]) for row in rows]
 
@@ -80,14 +81,17 @@ class Run:
 
     @property
     def max_steps(self) -> int | None:
-        """Number of optimizer steps in its config; None if the config does not set it."""
+        """`trainer.max_steps` in the config; None if the config does not set it."""
         trainer = self.config.get("trainer")
         steps = trainer.get("max_steps") if isinstance(trainer, dict) else None
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
     def max_batches(self) -> int | None:
-        """`max_steps` in batches, which metrics.csv counts. A GAN has fewer batches than steps."""
+        """`max_steps` converted to batches, which are the unit of the steps in metrics.csv.
+
+        A GAN has fewer batches than optimizer steps, because two optimizers step in some batches.
+        """
         steps = self.max_steps
         n = flatten_config(self.config).get("model.discriminator_steps")
         if steps and isinstance(n, int) and n > 0:  # the generator steps in each n-th batch
@@ -101,10 +105,11 @@ class Run:
         return [name for name in names if is_fid(name)]
 
     def points(self, metric: str) -> list[Record]:
-        """List the records of a metric with the most common protocol: one per step, in order.
+        """List the records of a metric that were measured with the same settings, one per step.
 
-        FIDs are read from evaluations.jsonl, which has their protocol. Other metrics are read from
-        metrics.csv. If a step has several records, the last one is used.
+        FIDs are read from evaluations.jsonl, which also contains the settings of the measurement.
+        Other metrics are read from metrics.csv. Records with different settings from most records
+        are left out. If a step still has several records, the last one is used.
         """
         if is_fid(metric):
             points = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
@@ -120,13 +125,16 @@ class Run:
         return [by_step[step] for step in sorted(by_step)]
 
     def repeats(self, point: Record) -> list[Record]:
-        """Records of the same weights and protocol as `point`, with other samples."""
+        """Records with the same weights and settings as `point`, but with other samples."""
         key = (point["step"], point["metric"], _measurement_key(point))
         repeats = (record for record in self.records if is_repeat(record))
         return [r for r in repeats if (r["step"], r["metric"], _measurement_key(r)) == key]
 
     def curve(self, metric: str, due: Sequence[int] = ()) -> Curve:
-        """Return the curve of a metric. It is NaN at steps in `due` after training has diverged.
+        """Return the curve of a metric.
+
+        If training diverged, the run has no further evaluations. The curve then has NaN at the
+        later steps in `due`.
 
         Raises:
             ValueError: if the numbers are invalid (see `Curve`).
@@ -211,7 +219,7 @@ def collect_runs(folders: Sequence[str]) -> list[Run]:
         paths = list(_run_folders(Path(name), set()))
         if not paths:
             raise ValueError(
-                f"{name} holds no run: no folder in it has an evaluations.jsonl, metrics.csv or "
+                f"{name} contains no run: no folder in it has an evaluations.jsonl, metrics.csv or "
                 "config.yaml."
             )
         for path in paths:
@@ -243,7 +251,7 @@ def _checked_evaluations(file: Path) -> list[Record]:
     records = read_evaluations(file)
     for record in records:
         if "metric" in record and not record.keys() >= {"step", "value"}:
-            raise ValueError(f"{file} is damaged: {reprlib.repr(record)} is no evaluation.")
+            raise ValueError(f"{file} is damaged: {reprlib.repr(record)} is not an evaluation.")
     return records
 
 
@@ -257,7 +265,7 @@ def _measurement_key(record: Record) -> str:
 
 
 def sampling_of(record: Record) -> Record:
-    """Settings with which the samples of an FID were generated, and the decay of the weights.
+    """Return the settings of the sampler in an FID record, and the EMA decay of the weights.
 
     Records of earlier versions have no `ema_decay`.
     """
@@ -268,7 +276,9 @@ def sampling_of(record: Record) -> Record:
 def differing_settings(
     one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Find settings that differ between two configs, except seeds, paths and others without effect.
+    """Find settings that differ between two configs.
+
+    The settings in `_IGNORED_SETTINGS`, such as seeds and paths, are not compared.
 
     Example:
         >>> differing_settings({"lr": 0.1, "seed_everything": 0}, {"lr": 0.2, "seed_everything": 1})
@@ -285,9 +295,10 @@ def differing_settings(
 
 
 def flatten_config(config: Any, name: str = "") -> dict[str, Any]:
-    """List settings by dotted names, such as `optimizer`: "Adam" and `optimizer.lr`: 0.1.
+    """Convert a nested config to a dictionary with dotted names, such as `optimizer.lr`.
 
-    Objects in a list are named by their class. The second object of a class is `Class#2`.
+    An object in a list gets the name of its class. If a list has a second object of the same class,
+    this object gets the name `Class#2`.
 
     Example:
         >>> flatten_config({"optimizer": {"class_path": "torch.Adam", "init_args": {"lr": 0.1}}})
@@ -321,7 +332,12 @@ def _class_name(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Selection:
-    """Comparable runs by arm for one metric, and (run, reason) of each run that is left out."""
+    """Runs whose values of one metric are comparable.
+
+    Attributes:
+        arms: the runs of each arm, by name of the arm.
+        left_out: path of each run that is left out, and the reason.
+    """
 
     metric: str
     baseline: str
@@ -336,10 +352,11 @@ class Selection:
 def select(
     runs: Sequence[Run], baseline: str | None = None, metric: str | None = None
 ) -> Selection:
-    """Sort runs into arms, and leave out runs whose FIDs are not comparable.
+    """Group runs by arm, and leave out runs whose FIDs are not comparable.
 
-    A run is left out if its FID protocol differs from most runs of the baseline, if its sampling
-    differs from most runs of its arm, if it was cut short, or if it has a broken file.
+    A run is left out if it lacks the metric, if its FID was measured with different settings from
+    most runs of the baseline, if its samples were generated with different settings from most runs
+    of its arm, if it was cut short, or if one of its files is broken.
 
     Args:
         runs: runs of an experiment.
@@ -348,8 +365,8 @@ def select(
         metric: name of the metric; None means the FID that most runs have.
 
     Raises:
-        ValueError: if fewer than two arms remain, if the baseline is not among them, if an arm has
-            a seed twice, or if configs differ between seeds of an arm.
+        ValueError: if fewer than two arms remain, if the baseline is not among them, if two runs of
+            an arm have the same seed, or if configs differ between seeds of an arm.
     """
     left_out: dict[Run, str] = {}
 
@@ -438,12 +455,12 @@ def _typical_run(
 def _protocol_change(run: Run, typical: Run, metric: str) -> str | None:
     records = [each.points(metric)[-1] for each in (run, typical)]
     changes = _list_changes(*({name: record.get(name) for name in PROTOCOL} for record in records))
-    return changes and f"its FID is of another protocol than {typical.path}'s: {changes}"
+    return changes and f"its FID was measured differently from that of {typical.path}: {changes}"
 
 
 def _sampling_change(run: Run, typical: Run, metric: str) -> str | None:
     changes = _list_changes(*(sampling_of(each.points(metric)[-1]) for each in (run, typical)))
-    return changes and f"its samples are drawn otherwise than those of {typical.path}: {changes}"
+    return changes and f"its samples were drawn differently from those of {typical.path}: {changes}"
 
 
 def _list_changes(one: Record, typical: Record) -> str | None:
@@ -454,9 +471,9 @@ def _list_changes(one: Record, typical: Record) -> str | None:
 def _cut_short_reason(run: Run, members: Iterable[Run], metric: str) -> str | None:
     """Reason if a run was cut short; None otherwise.
 
-    A run was cut short if its max_steps promise another FID. If it has no max_steps, it was cut
-    short if other runs of its arm have later FIDs. A run that diverged does not count as cut short,
-    because its arm would look better without it.
+    A run was cut short if another FID was due before its `max_steps`. If its config has no
+    `max_steps`, it was cut short if other runs of its arm have later FIDs. A run that diverged does
+    not count as cut short, because its arm would look better without it.
     """
     if run.diverged:
         return None
@@ -465,7 +482,7 @@ def _cut_short_reason(run: Run, members: Iterable[Run], metric: str) -> str | No
     end = run.max_steps if is_fid(metric) else run.max_batches
     if end is None:
         last = max(member.points(metric)[-1]["step"] for member in members)
-        return f"{ends}, its arm's at {last:,}" if steps[-1] < last else None
+        return f"{ends}, other seeds' at step {last:,}" if steps[-1] < last else None
     due = steps[-1] + (steps[-1] - steps[-2] if len(steps) > 1 else steps[-1])
     return f"{ends} of {end:,}" if due <= end else None
 
@@ -474,8 +491,8 @@ def _require_equal_settings(arm: str, members: Sequence[Run]) -> None:
     for run, other in combinations(members, 2):
         if run.seed == other.seed:
             raise ValueError(
-                f"arm {arm} holds seed {run.seed} twice: {run.path} and {other.path}. They would "
-                "count as two runs; leave one out, or rename its folder if it is of another arm."
+                f"arm {arm} has seed {run.seed} twice: {run.path} and {other.path}. Leave one out, "
+                "or rename its folder if it belongs to another arm."
             )
         if not (run.config and other.config):
             continue
@@ -483,7 +500,7 @@ def _require_equal_settings(arm: str, members: Sequence[Run]) -> None:
             listed = [f"{name} {old!r} and {new!r}" for name, (old, new) in changes.items()]
             more = f" and {len(listed) - _MAX_LISTED} more" * (len(listed) > _MAX_LISTED)
             raise ValueError(
-                f"{run.path} and {other.path} are both of arm {arm} and differ in "
-                f"{'; '.join(listed[:_MAX_LISTED])}{more}. Seeds of one arm must be configured "
-                "alike; if they are different arms, give their folders different names."
+                f"{run.path} and {other.path} both belong to arm {arm} and differ in "
+                f"{'; '.join(listed[:_MAX_LISTED])}{more}. Runs of one arm must have the same "
+                "settings; if these are different arms, give their folders different names."
             )

@@ -1,4 +1,4 @@
-"""Further parts of a report from run folders: settings, samples, and caveats."""
+"""Parts of a report that need run folders: settings, stability, samples, and caveats."""
 
 import json
 import math
@@ -80,8 +80,8 @@ def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
     last = lengths[arms[0].name]
     if others := [f"{name} for {end:,.0f}" for name, end in lengths.items() if end != last]:
         notes.append(
-            f"Trained for another number of steps than {arms[0].name}'s {last:,.0f}: "
-            f"{', '.join(others)}. Compare steps to the target, not last FIDs."
+            f"{arms[0].name} was trained for {last:,.0f} steps, but {', '.join(others)}. Compare "
+            "steps to the target, not last FIDs."
         )
     for runs in selection.arms.values():
         notes += [note for run in runs for note in _notes_on_run(run, selection.metric)]
@@ -106,7 +106,7 @@ def _notes_on_run(run: Run, metric: str) -> list[str]:
 
 
 def settings_table(selection: Selection) -> Table | None:
-    """Make a table of settings in which arms differ from the baseline; None if none differ."""
+    """Make a table of settings in which arms differ from the baseline; None if there are none."""
     base = selection.arms[selection.baseline][0].config
     configs = {name: runs[0].config for name, runs in selection.arms.items()}
     rows = [
@@ -115,13 +115,13 @@ def settings_table(selection: Selection) -> Table | None:
         if base and config
         for key, (old, new) in differing_settings(base, config).items()
     ]
-    caption = "Settings in which an arm differs from the baseline, but for seeds and paths."
+    caption = "Settings in which an arm differs from the baseline, except seeds and paths."
     heads = ("arm", "setting", selection.baseline, "this arm")
     return Table(caption, heads, tuple(rows)) if rows else None
 
 
 def training_table(runs: Iterable[Run]) -> Table | None:
-    """Make a table of diverged and spiking runs by arm; None if no run logged its loss."""
+    """Count the runs of each arm that diverged or had loss spikes; None if no run logged a loss."""
     rows, intervals = [], set[int]()
     for arm, members in by_arm(runs).items():
         logged = [run.train_losses for run in members if run.train_losses[0]]
@@ -133,10 +133,10 @@ def training_table(runs: Iterable[Run]) -> Table | None:
         if logged:
             rows.append((arm, *map(str, counts), f"{diverged + spiking} of {len(logged)}"))
     every = " or ".join(map(str, sorted(intervals)))
-    caption = f"""From the training loss, logged every {every} steps, also of runs that take no part
-        above. Diverged: the loss was not finite, did not come back from a spike, or ended above
-        where it began. Spiking: it jumped above twice the median of the up to 20 losses before, and
-        came back."""
+    caption = f"""From the training loss, logged every {every} steps. Runs that are left out above
+        are included. Diverged: the loss was not finite, did not come down from its last spike, or
+        was higher at the end than at the beginning. Spiking: the loss jumped above twice the median
+        of the (at most 20) losses before, and came down again."""
     heads = ("arm", "runs", "diverged", "spiking", "unstable")
     return Table(caption, heads, tuple(rows)) if rows else None
 
@@ -149,11 +149,11 @@ FIDsByWidth = Mapping[float, float]
 
 
 def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
-    """Make a table of the last FIDs at the best width of each arm.
+    """Compare last FIDs, with the best width of the EMA for each arm (`evaluate --ema`).
 
     Returns:
-        The table, and notes on arms with other or missing scores. (None, []) if no run has scores
-        at several widths.
+        The table, and notes on arms whose FIDs were measured differently or are missing. (None, [])
+        if no run has FIDs of several widths.
     """
     base = selection.baseline
     scores = {name: [fids_by_width(run) for run in runs] for name, runs in selection.arms.items()}
@@ -168,7 +168,9 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
     notes = []
     if any(fids for each in scores.values() for _, fids in each) and len(arms) < len(scores):
         others = ", ".join(name for name in scores if name not in arms)
-        notes = [f"Not scored by evaluate --ema in all seeds, alike, at {base}'s step: {others}."]
+        notes = [
+            f"Not all seeds have FIDs of evaluate --ema comparable with {base}'s in: {others}."
+        ]
     if base not in arms or len(arms) == 1:
         return None, notes
     names = sorted(arms, key=lambda name: name != base)
@@ -188,21 +190,21 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
         )
         for name, p in zip(names, ps, strict=True)
     ]
-    caption = """Last FIDs by evaluate --ema, geometric means over seeds. A seed is scored at the
-        width with the lowest mean log FID of its arm's other seeds, so that the choice does not use
-        the samples that it is scored on; an arm of one seed has no others, and is flattered. p:
-        Welch's t test on log FID, corrected (Holm)."""
-    heads = ("arm", "width", "of those scored", "seeds", "FID", f"over {base}'s", "p")
+    caption = """Last FIDs by evaluate --ema, geometric means over seeds. The width for a seed is
+        the width with the lowest mean log FID of the other seeds of its arm, so the choice does not
+        use the FID of the seed itself. An arm with one seed has no other seeds, so its FID looks
+        better than it is. p: Welch's t test on log FID, corrected (Holm)."""
+    heads = ("arm", "width", "measured widths", "seeds", "FID", f"over {base}'s", "p")
     return Table(caption, heads, tuple(rows)), notes
 
 
 def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:
-    """Find the FIDs by width that `evaluate --ema` has measured at the last step of a run.
+    """Find the FIDs that `evaluate --ema` measured at the last step of a run.
 
-    Only scores with the most common settings at this step are used.
+    Only FIDs that were measured with the most common settings at this step are used.
 
     Returns:
-        The protocol of the FIDs, and the FIDs by width.
+        The settings of the measurement, and the FIDs by width of the EMA.
     """
     records = [record for record in run.width_records if (record.get("value") or 0) > 0]
     last = [r for r in records if r["step"] == max(record["step"] for record in records)]
@@ -218,7 +220,7 @@ def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:
 
 
 def best_widths(fids: Sequence[FIDsByWidth]) -> list[tuple[float, float]]:
-    """Choose for each seed the width that is best for the other seeds of its arm.
+    """Choose for each seed the EMA width that is best for the other seeds of its arm.
 
     Returns:
         (width, FID) of each seed.
@@ -245,10 +247,10 @@ def _common_widths(fids: Sequence[FIDsByWidth]) -> list[float]:
 
 
 def sample_pictures(selection: Selection, arms: Sequence[Arm]) -> list[SamplePicture]:
-    """Collect images of samples of all arms, at steps that all arms have.
+    """Collect images of samples from all arms, at steps at which all arms have images.
 
-    If possible, they are from the same training seed, and show the same weights as the FIDs. The
-    list is empty if an arm has no images.
+    If possible, the images of all arms are from the same training seed, and from the weights whose
+    FID is compared. The list is empty if an arm has no images.
     """
     candidates = {arm.name: [run for run in selection.arms[arm.name] if run.grids] for arm in arms}
     if not all(candidates.values()):

@@ -1,4 +1,4 @@
-"""Statistical tests of two arms: t tests, Holm's correction, and speed-ups to a target."""
+"""Statistical tests of two ways to train (arms): t tests, Holm's correction, and speed-ups."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class TTest:
-    """Result of a two-sided t test: difference of means, its 95% interval, and p-value."""
+    """Result of a two-sided t test: the difference of means, its 95% interval, and its p-value."""
 
     difference: float
     low: float
@@ -72,8 +72,9 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
     """Adjust p-values for multiple tests with Holm's method.
 
     With m tests and p-values `p_1 <= p_2 <= ...`, the adjusted `p_k` is the maximum over j <= k of
-    `min((m - j + 1) * p_j, 1)`. None means a test that the data did not allow. This test counts
-    among the m tests as if its p were 1, because the data determine whether there is a p.
+    `min((m - j + 1) * p_j, 1)`. None stands for a test that could not be run on the data. It counts
+    among the m tests as if its p-value were 1, because otherwise the data would determine the
+    number of tests.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
 
@@ -94,15 +95,16 @@ class Speedup:
     """Ratio of the baseline's steps to an arm's steps, both to the same FID.
 
     Attributes:
-        ratio: ratio of geometric means over seeds; 2 means half the steps.
+        ratio: ratio of the geometric means over seeds; 2 means that the arm needs half the steps.
         low: lower end of the 95% interval; 0 if `ratio` is an upper bound, None if there is no
             interval.
-        high: upper end; infinite if `ratio` is a lower bound, None if there is no interval.
+        high: upper end of the 95% interval; infinite if `ratio` is a lower bound, None if there is
+            no interval.
         p: two-sided p-value for a ratio of 1; None if there is no interval.
         is_lower_bound: whether the true ratio may be larger, because seeds of the baseline never
             reached the FID, or seeds of the arm reached it before the first evaluation.
-        is_upper_bound: whether the true ratio may be smaller, for the same reasons with the arm and
-            the baseline exchanged.
+        is_upper_bound: whether the true ratio may be smaller, because seeds of the arm never
+            reached the FID, or seeds of the baseline reached it before the first evaluation.
     """
 
     ratio: float
@@ -116,10 +118,10 @@ class Speedup:
 def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     """Measure how many times fewer steps an arm needs than the baseline.
 
-    The result is the ratio of geometric means over seeds, with Welch's interval on log steps. A
-    censored crossing enters as its bound. The ratio is then a bound, too, and the interval is
-    unbounded on that side. There is no interval if the bound does not determine which arm is
-    faster.
+    The result is the ratio of the geometric means over seeds, with the interval of Welch's t test
+    on log steps. If only a bound of a step is known, the bound is used in place of the step. The
+    ratio is then also a bound, and the interval is unbounded on that side. If the bound leaves open
+    which arm is faster, there is no interval.
 
     Example:
         >>> result = speedup([Crossing(4.0e6)], [Crossing(1.8928e6)])
@@ -154,7 +156,7 @@ def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
     """Run a paired t test of the log speed-up to an FID, over shared seeds.
 
     Returns:
-        The result; None if the test is undefined, or if a crossing of a shared seed is not exact.
+        The result; None if the test is undefined, or if only a bound of a step is known.
     """
     pairs = shared_seeds(arm, baseline)
     slow = [other.crossing(fid) for _, other in pairs]
@@ -165,14 +167,14 @@ def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
 
 
 def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
-    """Run a paired t test of the log ratio of last FIDs, arm over baseline, over shared seeds.
+    """Run a paired t test of log last FID of an arm minus that of the baseline, over shared seeds.
 
-    The last FID of a run is the geometric mean over its sets of samples. All runs use the number of
-    sets that the run with the fewest sets has.
+    The last FID of a run is the geometric mean over its sets of samples. If runs have different
+    numbers of sets, only as many sets are used as the run with the fewest sets has.
 
     Returns:
-        The result; None if the test is undefined, if last steps differ by more than 1%, or if an
-        FID is not finite.
+        The result; None if the test is undefined, if the last steps of two runs of one seed differ
+        by more than 1%, or if an FID is not finite.
     """
     pairs = shared_seeds(arm, baseline)
     if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):

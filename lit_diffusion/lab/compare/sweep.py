@@ -1,8 +1,8 @@
 """`lit-diffusion sweep`: train every arm of an experiment with every seed.
 
-Each run is an ordinary fit. All runs are planned and checked before the first one starts. Then a
-limited number of them run in parallel: new runs start, interrupted runs resume, and finished runs
-are skipped. To continue a stopped sweep, repeat the command.
+Each run is an ordinary `lit-diffusion fit`. All runs are planned and checked before the first one
+starts. Then they are processed, a limited number in parallel: new runs start, interrupted runs
+resume, and finished runs are skipped. To continue a stopped sweep, repeat the command.
 """
 
 import io
@@ -53,7 +53,7 @@ _REPLACED_SETTINGS = (
     ("model.num_classes", "data"),
     ("model.network.num_classes", None),
 )
-"""Settings that `fit` replaces, by those of the data or of the network's module."""
+"""(name, new value) of settings that `fit` replaces with settings of the data or of the module."""
 
 
 def parser() -> Parser:
@@ -65,11 +65,12 @@ def parser() -> Parser:
     lit-diffusion sweep CONFIG --arms configs/arms/*.yaml --seeds 0,1,2 --jobs 2
     lit-diffusion sweep CONFIG --arms md.yaml clts.yaml md.yaml+clts.yaml --trainer.max_steps=500
 
-CONFIG is one or more configs, as for fit. An arm is CONFIG with further configs, joined by +, after
-which it is named. CONFIG alone is the arm "baseline". An arm with the same settings as an earlier
-one is left out. Each run is an ordinary `lit-diffusion fit` into OUT/<arm>/seed-<n>, with its
-output in fit.log there. Options that are not listed below are passed to every fit. All arms of the
-first seed run first, so that a sweep that is cut short can be compared.
+CONFIG is one or more configs, as for fit. An arm is CONFIG plus one or more further configs, joined
+by +. The names of these further configs are the name of the arm. CONFIG alone is the arm
+"baseline". An arm with the same settings as an earlier arm is left out. Each run is an ordinary
+`lit-diffusion fit` into OUT/<arm>/seed-<n>, with its output in fit.log in this folder. Options that
+are not listed below are passed to every fit. All arms run with the first seed before any arm runs
+with the second, so you can compare arms even if you stop the sweep early.
 
 To continue a stopped sweep, run the same command again. Finished runs are skipped. Others resume
 from their last checkpoint, or start again if they have none. The command waits for runs of other
@@ -100,8 +101,8 @@ def run(argv: Sequence[str]) -> None:
 
     Raises:
         ValueError: if options, arms or existing runs are invalid. No run is started then.
-        SystemExit: with 75 if a fit has saved on a signal and must be started again; with 1 if runs
-            are unfinished or cannot be compared.
+        SystemExit: with code 75 if a signal made a fit save a checkpoint and end, so that the
+            command must be started again; with code 1 if runs are unfinished or cannot be compared.
     """
     args, options = parser().parse_known_args(argv[1:])
     if args.jobs < 1:
@@ -124,7 +125,7 @@ def run(argv: Sequence[str]) -> None:
         interrupt = error
     if interrupt or sweep.saved:
         print_status(
-            f"stopped with {sweep.tally()}. The same command goes on:\n"
+            f"stopped with {sweep.tally()}. To continue, run the same command:\n"
             f"  {shlex.join(['lit-diffusion', *argv])}"
         )
         if interrupt and not (sweep.saved and isinstance(interrupt, InterruptedBySignal)):
@@ -133,7 +134,7 @@ def run(argv: Sequence[str]) -> None:
     redeliver_signal()
     unfinished = [run.name for run in runs if run not in sweep.finished]
     if unfinished:
-        print_status(f"{sweep.tally()}; not {', '.join(unfinished)}")
+        print_status(f"{sweep.tally()}; unfinished: {', '.join(unfinished)}")
     is_compared = not has_arms or _write_report(out)
     if unfinished or not is_compared:
         raise SystemExit(1)
@@ -180,8 +181,8 @@ class PlannedRun:
     def completed_steps(self) -> int | None:
         """Optimizer steps of the last checkpoint; None if the run must start from scratch.
 
-        Checkpoints of finished runs may have been deleted. Therefore, if there is no checkpoint,
-        the steps in metrics.csv and in the evaluations count if they cover the whole run.
+        The checkpoints of a finished run may have been deleted. If there is no checkpoint, the last
+        step in metrics.csv or in the evaluations is returned, but only if the run is finished.
         """
         from lit_diffusion.checkpoints.reading import read_checkpoint
 
@@ -203,13 +204,14 @@ def plan_sweep(
 
     Args:
         experiment: config files of the experiment.
-        arms: config files to add to it; one arm may have several, joined by +.
+        arms: one entry per arm: a config file to add to the experiment, or several joined by +.
         seeds: training seeds.
         out: folder of the sweep.
         options: further options of every fit.
 
     Raises:
-        ValueError: if options or configs are invalid, or a folder holds another run.
+        ValueError: if options or configs are invalid, or if the folder of a planned run contains a
+            run with other settings.
     """
     if not all(0 <= seed < 2**32 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds must be different numbers from 0 to {2**32 - 1}, got {seeds}.")
@@ -223,7 +225,7 @@ def plan_sweep(
         if original == arm:
             names.append(arm)
         else:
-            print_status(f"arm {arm} is left out: its settings are those of {original}")
+            print_status(f"arm {arm} is left out: its settings equal the settings of {original}")
     runs = []
     for seed, arm in itertools.product(seeds, names):
         folder = out / arm / f"seed-{seed}"
@@ -238,11 +240,12 @@ def plan_sweep(
 def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, list[str]]:
     """List the config files of each arm, by name.
 
-    An arm has the files of the experiment and its own. The arm BASELINE has no files of its own.
+    An arm has the config files of the experiment, and files of its own. The arm BASELINE has only
+    the files of the experiment.
 
     Args:
         experiment: config files of the experiment.
-        arms: config files to add to the experiment; one arm may have several, joined by +.
+        arms: one entry per arm: a config file to add to the experiment, or several joined by +.
 
     Raises:
         ValueError: if two arms have the same name, or an arm has a file twice.
@@ -309,15 +312,16 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
         if key not in _IGNORED_SETTINGS and (key, new) not in _REPLACED_SETTINGS
     ]:
         raise ValueError(
-            f"{folder} holds a run with other settings: {'; '.join(listed)}. Restore them, choose "
-            "another --out, or delete that folder."
+            f"{folder} contains a run with other settings: {'; '.join(listed)}. Restore them, "
+            "choose another --out, or delete that folder."
         )
     if is_checkpoint(path_after_replace(folder / LAST)):
         return
     if rest := sorted(folder.rglob("*.ckpt")):
         raise ValueError(f"{folder} has {rest[0].name}, but no {LAST}: move or delete that folder.")
-    # A killed fit may have some rows before its first checkpoint. With more its checkpoint was
-    # deleted. A GAN may even be finished, because rows count batches, but steps both optimizers.
+    # A fit that was killed before its first checkpoint may have some rows. If there are more rows,
+    # the checkpoint was deleted. Rows count batches, and a GAN has fewer batches than steps, so
+    # a GAN with fewer rows than max_steps may be finished.
     evaluated, batches = _last_evaluation(folder), _logged_batches(folder)
     step = max(evaluated, batches if batches > 2 * FIRST_SAVE else 0)
     if 0 < step < settings["trainer"]["max_steps"]:
@@ -348,7 +352,8 @@ class Sweep:
     """Runs all planned runs to completion, at most `at_once` in parallel.
 
     Attributes:
-        saved: whether a fit saved on a signal. No further run is started then.
+        saved: whether a signal made a fit save a checkpoint and end. Then no further run is
+            started.
     """
 
     runs: Sequence[PlannedRun]
@@ -376,7 +381,7 @@ class Sweep:
                 if run in reported:
                     yield None
                 else:
-                    print_status(f"{run.name} is being run by another process, and is waited for")
+                    print_status(f"waiting for {run.name}, which is being run by another process")
                     reported.add(run)
                 continue
             if job is not None:
@@ -406,7 +411,7 @@ class Sweep:
         try:
             steps = run.completed_steps()
         except ValueError as error:  # a damaged checkpoint does not stop other runs
-            print_status(f"{run.name} CANNOT GO ON: {error}")
+            print_status(f"{run.name} CANNOT RESUME: {error}")
             return None
         if steps is None:
             if latest_config(run.folder):  # it was killed before its first checkpoint
@@ -438,8 +443,7 @@ class Sweep:
             print_status(f"{run.name} finished in {duration}; {self.tally()}")
         elif code == EXIT_SAVED:
             print_status(
-                f"{run.name} {progress} on a signal, after {duration}, to be started again; "
-                "nothing else is started"
+                f"{run.name} {progress} on a signal, after {duration}; no further run is started"
             )
         else:
             with check_regular(run.folder / LOG).open(errors="replace") as lines:

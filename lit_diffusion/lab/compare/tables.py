@@ -83,7 +83,7 @@ class Table(NamedTuple):
 
 
 def format_fid(fid: float, sd: float | None = None) -> str:
-    """Format an FID with three or four digits, and a standard deviation with equal precision.
+    """Format an FID with three or four digits, and a standard deviation with as many decimals.
 
     Example:
         >>> format_fid(0.40734), format_fid(6.04, 0.1234), format_fid(123.4)
@@ -151,9 +151,10 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """Format the FID to which a speed-up is measured, such as " to 0.306"; "" for the target.
+    """Format the FID to which a speed-up is measured, such as " to 0.306"; "" if it is the target.
 
-    If this FID and the target round to the same text, digits are added: " to 0.2693, not 0.2691".
+    If this FID and the target would be the same text after rounding, the result has more digits and
+    also contains the target, as in " to 0.2693, not 0.2691".
     """
     if result.at == comparison.target:
         return ""
@@ -183,7 +184,7 @@ def format_verdict(result: Result, comparison: Comparison) -> str:
 
 
 def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
-    """Make a table with one row per arm: steps to the target, speed-up, p and verdict."""
+    """Make a table with one row per arm: steps to the target, speed-up, p-values and verdict."""
 
     def steps(name: str, crossings: Sequence[Crossing]) -> tuple[str, ...]:
         reached = sum(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
@@ -211,7 +212,7 @@ def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
 
 
 def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
-    """Make a table of speed-ups by other distances of the same samples; None if there are none."""
+    """Make a table of speed-ups by other metrics of the same samples; None if there are none."""
     if not others:
         return None
     cells: dict[str, dict[str, str]] = {}
@@ -221,9 +222,10 @@ def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
             cells.setdefault(result.arm.name, {})[name] = f"{speed} {format_verdict(result, other)}"
     rows = tuple((arm, *(row.get(name, "-") for name in others)) for arm, row in cells.items())
     targets = ", ".join(f"{name} {format_fid(other.target)}" for name, other in others.items())
-    caption = f"""Speed-ups over the baseline by Frechet distances of the same samples, to the
-        lowest that all its seeds reach: {targets}. held-out: FID against held-out images. pixels
-        and random-cnn (an untrained network): against the reference."""
+    caption = f"""Speed-ups over the baseline by other Frechet distances of the same samples. The
+        target of each distance is the lowest value that all seeds of the baseline reach: {targets}.
+        held-out: FID against held-out images. pixels and random-cnn (an untrained network): other
+        features, against the same reference images as FID."""
     return Table(caption, ("arm", *others), rows)
 
 
@@ -250,13 +252,16 @@ def last_samples_table(arms: Sequence[Arm]) -> Table | None:
     }
     real = ", ".join(f"{k} {format_fid(fmean(floor))}" for k, floor in floors.items() if floor)
     caption = f"""The last samples of each arm: mean +- standard deviation over seeds. Arms may have
-        been trained for different numbers of steps. Real images score: {real}. memorized: share of
-        samples nearer to a training image than the median held-out image is."""
+        been trained for different numbers of steps. For real images: {real}. memorized: fraction
+        of samples that are nearer to a training image than the median held-out image is."""
     return Table(caption, ("arm", "FID", *names), tuple(rows))
 
 
 def common_steps(arms: Sequence[Arm]) -> list[float]:
-    """List the steps at which all runs were evaluated; if there are none, the first arm's steps."""
+    """List the steps at which all runs were evaluated.
+
+    If there are none, list the steps at which all runs of the first arm were evaluated.
+    """
     shared = [set.intersection(*(set(c.steps) for c in arm.curves)) for arm in arms]
     return sorted(set.intersection(*shared) or shared[0])
 
@@ -274,7 +279,7 @@ def evenly_spaced(steps: Sequence[T], limit: int) -> list[T]:
 
 
 def fid_table(comparison: Comparison) -> Table:
-    """Make a table of FID by arm and step, as in Tables 2 and 3 of the paper on CLTS and MDLRC."""
+    """Make a table of FID by arm (rows) and step (columns)."""
     steps = evenly_spaced(common_steps(comparison.arms), 6)
     rows = [
         (arm.name, *(format_mean(arm.fids_at(step)) for step in steps)) for arm in comparison.arms
@@ -285,7 +290,7 @@ def fid_table(comparison: Comparison) -> Table:
 
 
 def steadiness_table(comparison: Comparison) -> Table:
-    """Make a table of late oscillation, and of variation over seeds and sets of samples."""
+    """Make a table of how FID varies late in training, over seeds, and over sets of samples."""
 
     def percent(spread: float) -> str:
         return f"{100 * spread:.1f}%"
@@ -300,20 +305,21 @@ def steadiness_table(comparison: Comparison) -> Table:
         sets = f"{percent(sampling.sd)} ({sampling.degrees} repeats)" if sampling else "-"
         rows.append((arm.name, *means, seeds, sets))
     caption = f"""Standard deviations of log {metric}, in percent. Late oscillation: over the last
-        third of the steps, mean over seeds; a steady descent counts too. About a line: about the
-        least-squares line there. Training seeds, sets of samples: of the last value."""
+        third of the steps, mean over seeds; includes a steady descent. Around a line: around a
+        least-squares line over the same steps. Between training seeds and between sets of samples:
+        of the last value."""
     paired = paired_spread(curve for arm in comparison.arms for curve in arm.curves)
     if paired is not None:
         caption += (
-            f" Between runs on the same set of samples, {100 * paired.sd:.1f}% is left "
-            f"({paired.degrees} degrees of freedom)."
+            f" Without the effects that a set of samples has on all runs, {100 * paired.sd:.1f}% "
+            f"remains between sets of samples ({paired.degrees} degrees of freedom)."
         )
-    heads = ("late oscillation", "the same about a line", "between training seeds")
+    heads = ("late oscillation", "the same around a line", "between training seeds")
     return Table(caption, ("arm", *heads, "between sets of samples"), tuple(rows))
 
 
 def by_seed_table(comparison: Comparison) -> Table | None:
-    """Make a table of paired tests of arms that share seeds with the baseline; None if none do."""
+    """Make a table of paired tests for arms that share seeds with the baseline; None if none do."""
     base, metric = comparison.baseline, comparison.metric
     results = [r for r in comparison.results if len(shared_seeds(r.arm, base)) > 1]
     speeds = [speedup_by_seed(result.arm, base, result.at) for result in results]
@@ -334,10 +340,11 @@ def by_seed_table(comparison: Comparison) -> Table | None:
             results, speeds, lasts, *adjusted, strict=True
         )
     ]
-    caption = f"""Runs of one seed share initial weights, order of data, noise and seeds of samples,
-        unless their arms differ in these; what they share cancels. Paired t tests on logs, with 95%
-        intervals; p is corrected (Holm) within its column. The last {metric} is the geometric mean
-        of as many sets of samples as both have, after as many steps."""
+    caption = f"""Runs with the same seed share initial weights, order of data, noise and sampling
+        seeds, unless their arms differ in these. A comparison seed by seed removes the variation
+        that they share. Paired t tests on logs, with 95% intervals; p-values are corrected (Holm)
+        within a column. The last {metric} is the geometric mean over sets of samples, with equally
+        many sets and after equally many steps for both arms."""
     last_head = f"last {metric} over {base.name}'s"
     heads = ("arm", "shared seeds", "speed-up", "p (speed-up)", last_head, f"p (last {metric})")
     return Table(caption, heads, tuple(rows))

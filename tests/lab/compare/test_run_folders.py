@@ -77,7 +77,7 @@ def test_logs_grids_and_the_first_and_latest_config_are_read(folder):
     ("file", "text", "fault"),
     [
         ("evaluations.jsonl", "{'step'\n", "a/evaluations.jsonl is damaged"),
-        ("evaluations.jsonl", '{"metric": "val/fid_360", "step": 1}\n', "is no evaluation"),
+        ("evaluations.jsonl", '{"metric": "val/fid_360", "step": 1}\n', "is not an evaluation"),
         ("metrics.csv", "step,train/loss\n1,abc\n", "a/metrics.csv is damaged"),
         ("config.yaml", "a: [1\n", "a/config.yaml, line 2: expected ',' or ']'"),
     ],
@@ -177,7 +177,7 @@ def test_runs_that_cannot_stand_beside_the_others_are_left_out_with_the_reason(s
         "sweep/clts/seed-2": "it has no FID; metrics.csv ends at step 1999",
         "sweep/clts/seed-3": "its training diverged before its first FID, which flatters its arm",
         "sweep/clts/seed-4": "it has no val/fid_360, but val/fid_5k",
-        "sweep/clts/seed-5": "cut short: its FIDs end at step 900, its arm's at 2,000",
+        "sweep/clts/seed-5": "cut short: its FIDs end at step 900, other seeds' at step 2,000",
         "sweep/md/seed-6": "cut short: its FIDs end at step 900 of 2,000",
     }
     lengths = {arm: len(runs) for arm, runs in selection.arms.items()}
@@ -190,7 +190,7 @@ def test_a_run_of_another_protocol_is_left_out_with_what_differs(sweep):
     write("clts/seed-7", **changes)
     ((run, why),) = selected().left_out
     assert run == "sweep/clts/seed-7"
-    assert why.startswith("its FID is of another protocol than sweep/baseline/seed-0's: ")
+    assert why.startswith("its FID was measured differently from that of sweep/baseline/seed-0: ")
     assert all(f"{field} {value!r}, not " in why for field, value in changes.items())
 
 
@@ -209,15 +209,15 @@ def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(folde
     write_seeds("mixed", "clts", range(1, 4), 1.3)
     ((run, why),) = select(collect_runs(["mixed"])).left_out
     assert run == "mixed/clts/seed-0"
-    assert why.startswith("its samples are drawn otherwise than those of mixed/clts/seed-1: ")
+    assert why.startswith("its samples were drawn differently from those of mixed/clts/seed-1: ")
     assert "solver 'DDPM()', not 'DPMSolverPP(" in why
 
 
 @pytest.mark.parametrize(
     ("seed", "lr", "rule"),
     [
-        (1, 1.3, r"arm clts holds seed 1 twice: .*seed-1 and .*seed-9"),
-        (9, 0.5, r"of arm clts and differ in model\.optimizer\.lr 1\.3 and"),
+        (1, 1.3, r"arm clts has seed 1 twice: .*seed-1 and .*seed-9"),
+        (9, 0.5, r"both belong to arm clts and differ in model\.optimizer\.lr 1\.3 and"),
     ],
 )
 def test_one_seed_twice_and_seeds_that_are_configured_otherwise_are_refused(sweep, seed, lr, rule):

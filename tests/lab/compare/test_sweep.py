@@ -47,7 +47,7 @@ def test_all_arms_of_the_first_seed_come_first_and_copies_of_arms_are_left_out(c
     runs = re.findall(r"--seed_everything=(\d+) --trainer.default_root_dir=(\S+)", out)
     arms = ["baseline", "slow"]
     assert runs == [(n, f"runs/tiny-sweep/{arm}/seed-{n}") for n in "07" for arm in arms]
-    assert re.findall(r"arm (\S+) is left out: its settings are those of (\S+)", err) == [
+    assert re.findall(r"arm (\S+) is left out: its settings equal the settings of (\S+)", err) == [
         *(("same", "baseline"), ("c+py", "slow"))
     ]
     assert sorted(Path().iterdir()) == before
@@ -94,7 +94,7 @@ def test_a_changed_arm_under_the_same_name_is_refused_by_the_names_of_its_keys(o
     arm = {"model": {"init_args": {"shift": 2.0, "optimizer": {"init_args": {"lr": 0.02}}}}}
     write_config(arm, Path("slow.yaml"))
     err = refusal(capsys, f"{same} out")
-    assert "out/slow/seed-0 holds a run with other settings" in err
+    assert "out/slow/seed-0 contains a run with other settings" in err
     assert "model.shift was 0.0, is 2.0" in err
     assert "model.optimizer.lr was 0.01, is 0.02" in err
     assert "data" not in err
@@ -174,7 +174,7 @@ def test_the_folder_of_a_fit_that_no_sweep_started_is_left_alone_until_it_ends(o
         jobs = small_sweep().jobs()
         assert [next(jobs) for _ in range(3)] == [None] * 3
         assert sorted({*before, BASELINE / LOG}) == sorted(BASELINE.iterdir())
-    assert capsys.readouterr().err.count("baseline/seed-0 is being run by another process") == 1
+    assert capsys.readouterr().err.count("waiting for baseline/seed-0, which is being run") == 1
     (job,) = jobs
     assert job.name == "baseline/seed-0"
     assert sorted(path.name for path in BASELINE.iterdir()) == [".lock", LOG]
@@ -221,7 +221,7 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
     wait_for(first, *(run / LAST for run in runs))
     os.kill(first.pid, signal.SIGINT)
     err = stderr_of(first, 130)
-    assert "stopped with 0 of 2 runs finished. The same command goes on:" in err
+    assert "stopped with 0 of 2 runs finished. To continue, run the same command:" in err
     assert f"lit-diffusion sweep {options}" in err
     assert "on SIGTERM." in (runs[0] / LOG).read_text()
 
@@ -245,7 +245,7 @@ def test_a_sweep_whose_time_is_up_leaves_nothing_running_and_is_to_be_started_ag
     os.kill(process.pid, signal.SIGUSR1)
     err = stderr_of(process, 75)
     assert f"baseline/seed-0 saved at step {checkpoint(runs[0])['global_step']} of 100000" in err
-    assert "stopped with 0 of 2 runs finished. The same command goes on:" in err
+    assert "stopped with 0 of 2 runs finished. To continue, run the same command:" in err
     assert "FAILED" not in err
     assert "on SIGUSR1." in (runs[0] / LOG).read_text()
     assert not Path(f"/proc/{fit}").exists()
