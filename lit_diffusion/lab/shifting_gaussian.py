@@ -1,4 +1,7 @@
-"""A curriculum of noise levels that the CLTS paper tried and rejected, for comparison."""
+"""A Gaussian curriculum of noise levels, which the CLTS paper tried and rejected.
+
+It serves as a comparison with CLTS (`TimestepCurriculum`).
+"""
 
 from dataclasses import dataclass
 
@@ -11,20 +14,21 @@ from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter, tot
 
 @dataclass(eq=False)
 class ShiftingGaussian(TimestepWriter):
-    """Samples timesteps from a Gaussian whose mean moves from the noisiest level to the cleanest.
+    """Samples noise levels from a Gaussian whose mean moves from the noisiest to the cleanest one.
 
-    The mean moves linearly in `trainer.global_step`. Logs `shifting/mean` and `shifting/tv`, the
-    total variation distance between the density and the uniform density.
+    The mean moves in proportion to the number of optimizer steps (`trainer.global_step`). The
+    callback logs this mean as `shifting/mean`. It logs the total variation distance between the
+    density and the uniform density as `shifting/tv`.
 
     Args:
         num_steps: optimizer steps until the mean reaches `end`, where it stays.
-        start: initial mean, a noise level u in [0, 1].
-        end: final mean, in [0, 1].
-        std: standard deviation in units of u, which the paper does not give.
-        num_bins: number of equal bins over [0, 1].
+        start: initial mean, as a noise level u in [0, 1]. 1 is the noisiest level.
+        end: final mean, as a noise level u in [0, 1].
+        std: standard deviation of u. The paper does not give a value.
+        num_bins: number of equal bins over [0, 1] in which the density is represented.
 
-    Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023),
-    which gives no formula.
+    Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023). It
+    describes this curriculum in words, without a formula.
 
     Example:
         >>> shifting = ShiftingGaussian(num_steps=100, num_bins=8)
@@ -45,18 +49,18 @@ class ShiftingGaussian(TimestepWriter):
             self.density_at(step)  # raises for invalid arguments
 
     def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
-        """Probability of each bin at optimizer step `step`: (num_bins,) float64, sums to 1."""
+        """Return the probability of each bin after `step` optimizer steps: (num_bins,) float64."""
         return gaussian_log_density(self._mean_at(step), self.std, self.num_bins, device).softmax(0)
 
     def _mean_at(self, step: int) -> float:
         return self.start + (self.end - self.start) * clts_gamma(step, self.num_steps)
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The timestep density at optimizer step `step`."""
+        """Return the timestep density after `step` optimizer steps."""
         return Timesteps(timestep_density=self.density_at(step, device))
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """Logged values: the mean, and the distance of the density from uniform."""
+        """Return the values to log: the mean and the distance of the density from uniform."""
         return {
             "shifting/mean": self._mean_at(step),
             "shifting/tv": total_variation(self.density_at(step, device)),

@@ -1,13 +1,18 @@
-"""BigGAN: residual generator and projection discriminator, conditional on classes.
+"""BigGAN: a class-conditional GAN of a residual generator and a projection discriminator.
 
-    [z_0 | z_1 ... z_n], label -- linear 4x4 -- blocks up, norms conditioned on (label, z_i) -- tanh
-    image, label -- blocks down -- sum over pixels -- linear + <embedding(label), features>
+    generator: z_0 -- linear to 4x4 -- blocks that upsample, norms conditioned on label, z_i -- tanh
+    discriminator: image -- blocks that downsample -- features, summed over pixels
+        -- logit = linear(features) + <embedding(label), features>
 
-All weights except the generator's embedding have spectral norm. The names of parameters differ from
-the names in the references.
+The latent z is split into the parts z_0, z_1, ..., z_n: z_0 for the linear layer and z_i for block
+i.
 
-Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection);
-Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
+All linear, convolutional and embedding layers have spectral norm, except the generator's class
+embedding. The parameters have other names than in other implementations, so their checkpoints do
+not load here.
+
+Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection
+discriminator); Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
 """
 
 from collections.abc import Sequence
@@ -24,9 +29,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def orthogonal_spectral_norm(module: M) -> M:
-    """Apply spectral norm to a layer, with orthogonal initial weight and zero bias.
+    """Initialize a layer with an orthogonal weight and zero bias, and apply spectral norm to it.
 
-    The norm is estimated with one power iteration per forward pass.
+    Each forward pass in training mode updates the estimate of the norm with one power iteration.
 
     Example:
         >>> orthogonal_spectral_norm(nn.Linear(4, 2))(torch.randn(3, 4)).shape
@@ -43,9 +48,10 @@ def _conv(channels: int, out: int, size: int, bias: bool = True) -> nn.Conv2d:
 
 
 class ConditionalBatchNorm(nn.Module):
-    """Batch norm with the scale `1 + gain(condition)` and the shift `bias(condition)`.
+    """Batch norm whose scale and shift depend on a condition vector.
 
-    Both `gain` and `bias` are linear maps.
+    The scale is `1 + gain(condition)` and the shift is `bias(condition)`. The layers `gain` and
+    `bias` are linear.
     """
 
     def __init__(self, channels: int, condition_dim: int) -> None:
@@ -63,10 +69,10 @@ class ConditionalBatchNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Residual block `x + gain * attention(x)`, where gain is initialized to 0.
+    """Residual self-attention `x + gain * attention(x)`, where the scalar `gain` starts at 0.
 
-    Queries and keys have C/8 channels, and values have C/2 channels. Keys and values are max-pooled
-    by two.
+    For an input with C channels, queries and keys have C/8 channels, and values have C/2 channels.
+    Max pooling halves the height and width of keys and values.
     """
 
     def __init__(self, channels: int) -> None:
@@ -88,7 +94,7 @@ class SelfAttention(nn.Module):
 
 
 class GeneratorBlock(nn.Module):
-    """Residual block that doubles the resolution, with conditional batch norms."""
+    """Residual block of the generator, which doubles the resolution."""
 
     def __init__(self, channels: int, out: int, condition_dim: int) -> None:
         super().__init__()
@@ -113,7 +119,7 @@ class DiscriminatorBlock(nn.Module):
         channels: channels of the input.
         out: channels of the output.
         halves: whether the block halves the resolution.
-        first: whether it is the first block, which has no ReLU before its first convolution.
+        first: whether this is the first block. It has no ReLU before its first convolution.
     """
 
     def __init__(self, channels: int, out: int, *, halves: bool, first: bool) -> None:
@@ -131,21 +137,24 @@ class DiscriminatorBlock(nn.Module):
 
 
 class BigGANGenerator(nn.Module):
-    """Generates images of a class from latents. Each block doubles the resolution.
+    """Generates images from latents z and class labels. Each block doubles the resolution.
 
     Args:
         num_classes: number of classes.
         out_channels: channels of the images.
-        widths: channels before each block and after the last block, in units of `width`. With (16,
-            16, 8, 4, 2, 1), images have 128 x 128 pixels.
-        width: base width, 96 in the paper.
-        latent_dim: size of z, which is split evenly over the first layer and the blocks.
-        label_dim: size of the class embedding, which is shared by all blocks.
-        attention_at: side of the feature maps with attention. 0 disables attention.
-        smallest: side of the first feature map.
+        widths: channels before each block, then channels after the last block, in units of
+            `width`. Its length is the number of blocks plus 1. The five blocks of (16, 16, 8, 4, 2,
+            1) generate images of 128 x 128 pixels.
+        width: factor of the channels in `widths`; 96 in the paper.
+        latent_dim: size of z. The first layer and each block get an equal part of z.
+        label_dim: size of the class embedding. All blocks share one embedding.
+        attention_at: side in pixels of the block output after which attention is inserted. 0 means
+            no attention.
+        smallest: side in pixels of the input of the first block.
 
     Raises:
-        ValueError: if z cannot be split evenly, or no block's output has the side `attention_at`.
+        ValueError: if `latent_dim` is not divisible by `len(widths)`, or if no block has an output
+            with the side `attention_at`.
 
     Example:
         >>> network = BigGANGenerator(10, 3, widths=(4, 4, 4, 4), width=8, attention_at=0)
@@ -170,7 +179,7 @@ class BigGANGenerator(nn.Module):
         blocks = len(widths) - 1
         if blocks < 1 or latent_dim % (blocks + 1):
             raise ValueError(
-                "latent_dim must be divisible by the number of blocks and 1, which is "
+                "widths must have at least two numbers, and latent_dim must be divisible by "
                 f"len(widths), got latent_dim={latent_dim} and widths={tuple(widths)}."
             )
         sides = [smallest << i + 1 for i in range(blocks)]  # of the blocks' outputs
@@ -190,7 +199,7 @@ class BigGANGenerator(nn.Module):
         self.out = _conv(channels[-1], out_channels, 3)
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
-        """(B, latent_dim) standard normal, (B,) int64 -> (B, out_channels, H, W) in [-1, 1]."""
+        """Map z (B, latent_dim), labels int64 (B,) to images (B, out_channels, H, W) in [-1, 1]."""
         first, *parts = z.chunk(len(self.blocks) + 1, dim=1)  # (B, latent_dim / (blocks + 1)) each
         label = self.embedding(labels)  # (B, label_dim)
         h = self.first(first).unflatten(1, (-1, self.smallest, self.smallest))  # (B, C, 4, 4)
@@ -203,22 +212,23 @@ class BigGANGenerator(nn.Module):
 
 
 class BigGANDiscriminator(nn.Module):
-    """Computes real-or-fake logits of images of a class.
+    """Computes one logit per image and class label, positive for real images.
 
-    All blocks except the last `unhalved` blocks halve the resolution.
+    Each block halves the resolution, except the last `unhalved` blocks.
 
     Args:
         num_classes: number of classes.
         in_channels: channels of the images.
         widths: channels after each block, in units of `width`.
-        width: base width, 96 in the paper.
-        unhalved: number of last blocks that keep the resolution.
-        image_size: side of the images, which determines where attention is inserted.
-        attention_at: side of the feature maps with attention. 0 disables attention.
+        width: factor of the channels in `widths`; 96 in the paper.
+        unhalved: number of blocks at the end that keep the resolution.
+        image_size: side of the images in pixels. It only determines where attention is inserted.
+        attention_at: side in pixels of the block output after which attention is inserted. 0 means
+            no attention.
 
     Raises:
-        ValueError: if no block halves the resolution, or if no such block has an output of side
-            `attention_at`.
+        ValueError: if `unhalved` is negative or leaves no block that halves the resolution, or if
+            no halving block has an output with the side `attention_at`.
 
     Example:
         >>> network = BigGANDiscriminator(10, 3, (4, 4, 4, 4), 8, unhalved=2, attention_at=0)
@@ -254,7 +264,7 @@ class BigGANDiscriminator(nn.Module):
         self.embedding = orthogonal_spectral_norm(nn.Embedding(num_classes, channels[-1]))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(B, C, H, W) in [-1, 1], (B,) int64 -> (B,) logits, positive for real images."""
+        """Map images (B, C, H, W) in [-1, 1] and labels int64 (B,) to logits (B,)."""
         h = F.relu(self.layers(x)).sum(dim=(2, 3))  # (B, C)
         out: Tensor = self.linear(h)[:, 0] + (self.embedding(labels) * h).sum(1)  # (B,)
         return out

@@ -1,12 +1,13 @@
 """DCGAN: an all-convolutional generator and discriminator.
 
-    z -- transposed convolution to smallest x smallest -- doubled until image_size -- tanh
-    image -- halved until smallest x smallest -- one convolution to a logit
+    generator: z -- transposed convolution to smallest x smallest -- doubled to image_size -- tanh
+    discriminator: image -- halved to smallest x smallest -- one convolution to a logit
 
-The names of parameters differ from the names in the references.
+The parameters have other names than in other implementations, so their checkpoints do not load
+here.
 
-Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3; widths and initialization of
-pytorch/examples, dcgan/main.py.
+Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3. Widths and initialization are from
+dcgan/main.py of pytorch/examples.
 """
 
 import torch
@@ -16,7 +17,7 @@ from lit_diffusion.protocols import check_positive
 
 
 def count_halvings(image_size: int, smallest: int) -> int:
-    """Number of halvings from `image_size` to `smallest`.
+    """Return how many times `image_size` must be halved to get `smallest`.
 
     Raises:
         ValueError: unless image_size is smallest times 2, 4, 8, ...
@@ -35,14 +36,15 @@ def count_halvings(image_size: int, smallest: int) -> int:
 
 
 class DCGANGenerator(nn.Module):
-    """Generates images from latents. Labels are ignored.
+    """Generates images from latents z, and ignores labels.
 
     Args:
-        image_size: side of the square images, `smallest` times a power of 2.
+        image_size: side of the square images in pixels, which is `smallest` times 2, 4, 8, ...
         out_channels: channels of the images.
         latent_dim: size of z.
-        width: channels before the last layer. Each earlier layer has twice as many.
-        smallest: side of the first feature map.
+        width: channels of the largest feature map, which is the input of the last layer. A feature
+            map of half the side has twice as many channels.
+        smallest: side of the first layer's output in pixels.
 
     Raises:
         ValueError: unless image_size is smallest times 2, 4, 8, ...
@@ -78,19 +80,20 @@ class DCGANGenerator(nn.Module):
         init_dcgan_(self)
 
     def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, latent_dim) standard normal -> (B, out_channels, H, W) in [-1, 1]."""
+        """Map z (B, latent_dim) to images (B, out_channels, H, W) in [-1, 1]."""
         out: Tensor = self.layers(z[:, :, None, None])
         return out
 
 
 class DCGANDiscriminator(nn.Module):
-    """Computes real-or-fake logits of images. Labels are ignored.
+    """Computes one logit per image, positive for real images, and ignores labels.
 
     Args:
-        image_size: side of the square images, `smallest` times a power of 2.
+        image_size: side of the square images in pixels, which is `smallest` times 2, 4, 8, ...
         in_channels: channels of the images.
-        width: channels after the first layer. Each later layer has twice as many.
-        smallest: side of the last feature map.
+        width: channels of the largest feature map, which is the output of the first layer. A
+            feature map of half the side has twice as many channels.
+        smallest: side in pixels of the input of the last layer.
 
     Raises:
         ValueError: unless image_size is smallest times 2, 4, 8, ...
@@ -116,14 +119,14 @@ class DCGANDiscriminator(nn.Module):
         init_dcgan_(self)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, C, H, W) in [-1, 1] -> (B,) logits, positive for real images."""
+        """Map images (B, C, H, W) in [-1, 1] to logits (B,)."""
         out: Tensor = self.layers(x)
         return out.flatten()
 
 
 @torch.no_grad()
 def init_dcgan_(network: nn.Module) -> None:
-    """Initialize convolutions from `N(0, 0.02**2)`, and batch-norm weights from `N(1, 0.02**2)`."""
+    """Initialize the weights in place: convolutions `N(0, 0.02**2)`, batch norm `N(1, 0.02**2)`."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
             nn.init.normal_(module.weight, std=0.02)

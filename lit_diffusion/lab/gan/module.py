@@ -1,4 +1,4 @@
-"""A LightningModule for generative adversarial networks, as baselines for diffusion models."""
+"""A LightningModule that trains GANs, which serve as baselines for diffusion models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,25 +20,26 @@ from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.seeding import PerSampleNoise, run_seed, seed_step
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""images uint8 (B, C, H, W); labels int64 (B,); index int64 (B,)."""
+"""Images uint8 (B, C, H, W), labels int64 (B,), and indices in the dataset int64 (B,)."""
 
 
 class AdversarialLoss(Protocol):
-    """Losses of discriminator and generator per sample, as functions of logits (B,)."""
+    """Per-sample losses of the discriminator and the generator, computed from logits (B,)."""
 
     def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
-        """(B,) losses from the logits of real and of generated images."""
+        """Return losses (B,) from the logits of real images and the logits of generated images."""
 
     def generator_loss(self, fake: Tensor, /) -> Tensor:
-        """(B,) losses from the logits of generated images."""
+        """Return losses (B,) from the logits of generated images."""
 
 
 @dataclass(frozen=True)
 class NonSaturating:
-    """Non-saturating loss of GANs.
+    """Non-saturating GAN loss.
 
-    The discriminator's loss is `-log D(x) - log(1 - D(G(z)))`. The generator's loss is
-    `-log D(G(z))`. D is the sigmoid of a logit.
+    The discriminator minimizes `-log D(x) - log(1 - D(G(z)))`, and the generator minimizes
+    `-log D(G(z))`. Here x is a real image, G(z) is a generated image, and D(x) is the sigmoid of
+    the discriminator's logit for x.
 
     Source: Goodfellow et al. 2014, section 3.
 
@@ -48,22 +49,23 @@ class NonSaturating:
     """
 
     def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
-        """(B,) losses from the logits of real and of generated images."""
+        """Return losses (B,) from the logits of real images and the logits of generated images."""
         return F.softplus(-real) + F.softplus(fake)
 
     def generator_loss(self, fake: Tensor, /) -> Tensor:
-        """(B,) losses from the logits of generated images."""
+        """Return losses (B,) from the logits of generated images."""
         return F.softplus(-fake)
 
 
 @dataclass(frozen=True)
 class Hinge:
-    """Hinge loss of GANs.
+    """Hinge loss for GANs.
 
-    The discriminator's loss is `max(0, 1 - D(x)) + max(0, 1 + D(G(z)))`. The generator's loss is
-    `-D(G(z))`. D is a logit.
+    The discriminator minimizes `max(0, 1 - D(x)) + max(0, 1 + D(G(z)))`, and the generator
+    minimizes `-D(G(z))`. Here x is a real image, G(z) is a generated image, and D(x) is the
+    discriminator's logit for x.
 
-    Source: Lim & Ye 2017 (Geometric GAN), as in BigGAN.
+    Source: Lim & Ye 2017 (Geometric GAN). BigGAN uses this loss.
 
     Example:
         >>> real, fake = torch.tensor([0.5]), torch.tensor([-2.0])
@@ -72,46 +74,47 @@ class Hinge:
     """
 
     def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
-        """(B,) losses from the logits of real and of generated images."""
+        """Return losses (B,) from the logits of real images and the logits of generated images."""
         return F.relu(1 - real) + F.relu(1 + fake)
 
     def generator_loss(self, fake: Tensor, /) -> Tensor:
-        """(B,) losses from the logits of generated images."""
+        """Return losses (B,) from the logits of generated images."""
         return -fake
 
 
 class GANModule(LightningModule):
     """Trains a generator against a discriminator.
 
-    The discriminator makes one step per batch. The generator makes one step after every
-    `discriminator_steps` steps of the discriminator. `global_step` and `max_steps` count the steps
-    of both networks.
+    Each batch trains the discriminator for one optimizer step. After every `discriminator_steps`
+    of these steps, the generator is trained for one optimizer step. Lightning's `global_step` and
+    `max_steps` count the optimizer steps of both networks.
 
     The random numbers of a training step depend only on (seed, rank, step, micro-batch). The random
-    numbers of a sample depend only on the sample's seed. Samples are generated in eval mode, so
-    batch norm uses running statistics.
+    numbers of a sample depend only on the sample's own seed. Samples are generated in eval mode, so
+    batch norm uses its running statistics.
 
-    With DDP, pass `--trainer.strategy=ddp_find_unused_parameters_true`, because a step of one
-    network does not use the parameters of the other network.
+    With DDP, pass `--trainer.strategy=ddp_find_unused_parameters_true`, because the
+    discriminator's steps do not use the generator's parameters.
 
     Args:
-        generator: network that maps z (B, latent_dim) and labels to images in [-1, 1]. It has an
-            attribute `latent_dim`.
+        generator: network that maps z (B, latent_dim) and labels (B,) to images in [-1, 1]. Its
+            attribute `latent_dim` is the size of z.
         discriminator: network that maps images and labels to logits (B,).
-        loss: losses of both networks.
-        generator_optimizer: function that creates the optimizer from the generator's parameters.
-        discriminator_optimizer: function that creates the optimizer from the discriminator's
+        loss: losses of the two networks.
+        generator_optimizer: function that creates an optimizer from the generator's parameters.
+        discriminator_optimizer: function that creates an optimizer from the discriminator's
             parameters.
-        image_shape: (C, H, W).
-        num_classes: number of classes; None if the networks take no labels.
-        discriminator_steps: discriminator steps per generator step, >= 1.
-        r1: weight of the R1 penalty, which is half the squared gradient norm at real images. 0
-            disables the penalty.
+        image_shape: (C, H, W) of an image.
+        num_classes: number of classes; None if the networks ignore labels.
+        discriminator_steps: number of discriminator steps per generator step, >= 1.
+        r1: factor of the R1 penalty, >= 0. The penalty is half of the squared norm of the gradient
+            of the discriminator's logit with respect to a real image.
 
     Raises:
-        ValueError: if a number is out of range, or a network has a different `num_classes`.
+        ValueError: if `discriminator_steps` or `r1` is out of range, or if a network has another
+            number of classes than `num_classes`.
 
-    Source: Goodfellow et al. 2014, algorithm 1; Mescheder et al. 2018, Eq. 9, for R1.
+    Source: Goodfellow et al. 2014, algorithm 1. The R1 penalty is Eq. 9 of Mescheder et al. 2018.
 
     Example:
         >>> from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
@@ -164,10 +167,10 @@ class GANModule(LightningModule):
         self.conditioning = None if num_classes is None else ClassLabels(num_classes)
         self.discriminator_steps, self.r1 = discriminator_steps, r1
         self._build_optimizers = generator_optimizer, discriminator_optimizer
-        self._generator_loss: Tensor | float | None = None  # last one of this epoch; logged again
+        self._generator_loss: Tensor | float | None = None  # of this epoch's last generator step
 
     def setup(self, stage: str) -> None:
-        """Check that the data fit the networks."""
+        """Raise ValueError if the data do not fit the shape of images or the number of classes."""
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
 
@@ -180,11 +183,11 @@ class GANModule(LightningModule):
         ]
 
     def on_train_epoch_start(self) -> None:
-        """Reset the generator's last loss."""
+        """Forget the generator's last loss, so that an epoch logs only its own losses."""
         self._generator_loss = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the generator's last loss, which is logged until its next step."""
+        """Save the generator's last loss, which is logged until the generator's next step."""
         if self._generator_loss is not None:
             checkpoint["generator_loss"] = float(self._generator_loss)
 
@@ -194,7 +197,7 @@ class GANModule(LightningModule):
         self._generator_loss = loss if isinstance(loss, float) else None
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Seed the random generators as a function of the step."""
+        """Seed the random number generators from the run's seed, rank and step."""
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
@@ -216,7 +219,13 @@ class GANModule(LightningModule):
             self.log("train/generator_loss", self._generator_loss, prog_bar=True)
 
     def discriminator_losses(self, real: Tensor, labels: Tensor | None, z: Tensor) -> Tensor:
-        """(B,) losses on real images (B, C, H, W) in [-1, 1] and on images generated from z."""
+        """Return the discriminator's losses (B,).
+
+        Args:
+            real: real images (B, C, H, W) in [-1, 1].
+            labels: labels (B,) of the real and of the generated images; None if there are none.
+            z: latents (B, latent_dim) of the generated images.
+        """
         with torch.no_grad():
             fake = self.generator(z, labels)
         return self.loss.discriminator_loss(
@@ -224,11 +233,11 @@ class GANModule(LightningModule):
         )
 
     def generator_losses(self, labels: Tensor | None, z: Tensor) -> Tensor:
-        """(B,) losses of images generated from z (B, latent_dim)."""
+        """Return the generator's losses (B,) for images generated from z (B, latent_dim)."""
         return self.loss.generator_loss(self.discriminator(self.generator(z, labels), labels))
 
     def r1_penalty(self, real: Tensor, labels: Tensor | None) -> Tensor:
-        """R1 at real images (B, C, H, W): `r1 / 2` times the mean of `|d logit / d image|**2`."""
+        """Return `r1 / 2 * mean(|d logit / d image|**2)` over real images (B, C, H, W)."""
         if self.r1 == 0:
             return real.new_zeros(())
         x = real.detach().requires_grad_()
@@ -236,7 +245,7 @@ class GANModule(LightningModule):
         return 0.5 * self.r1 * gradient.square().sum(dim=(1, 2, 3)).mean()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the losses with a fixed z per image."""
+        """Log the losses of both networks, with a fixed z for each index of the dataset."""
         real, labels, index = self._unpack(batch)
         z = self.latents(index.tolist(), "validation").to(real)
         for name, losses in (
@@ -253,15 +262,16 @@ class GANModule(LightningModule):
 
     @torch.no_grad()
     def generate(self, seeds: Sequence[int], labels: Tensor | None = None) -> Tensor:
-        """Generate images uint8 (N, C, H, W). Image i depends only on seeds[i] and labels[i].
+        """Generate images uint8 (N, C, H, W); image i depends only on `seeds[i]` and `labels[i]`.
 
         Args:
             seeds: one integer per image.
-            labels: (N,) int64 in [0, num_classes). None means `seed % num_classes`.
+            labels: (N,) int64 in [0, num_classes). None uses the class `seed % num_classes`.
 
         Raises:
-            ValueError: if labels are out of range, or the networks take no labels.
-            NonFiniteSamples: if an image is NaN or infinite.
+            ValueError: if labels are out of range, or if labels other than -1 are given to networks
+                that ignore labels.
+            NonFiniteSamples: if an image contains NaN or infinity.
         """
         labels = cast(Tensor | None, condition_for(seeds, labels, self.conditioning))
         labels = None if labels is None else labels.to(self.device)
@@ -275,11 +285,11 @@ class GANModule(LightningModule):
         return self.codec.decode(x0)
 
     def latents(self, seeds: Sequence[int], stream: str = "sample") -> Tensor:
-        """Draw z, (N, latent_dim) standard normal on the CPU. Row i depends only on seeds[i]."""
+        """Draw standard normal z (N, latent_dim) on the CPU; row i depends only on `seeds[i]`."""
         return PerSampleNoise(seeds, stream).draw((self._latent_dim,))
 
     def sampling_record(self) -> dict[str, Any]:
-        """Describe how `generate` samples, for evaluation records."""
+        """Return how `generate` samples, for the records of evaluations."""
         return {"generator": type(self.generator).__name__, "batch_norm": "running statistics"}
 
     @property
