@@ -1,4 +1,4 @@
-"""Drop the arguments of a class when a later config or option names another class."""
+"""Drop the arguments of a class if a later config or option names a different class."""
 
 import sys
 from typing import Any
@@ -8,18 +8,21 @@ from jsonargparse._typehints import ActionTypeHint
 
 
 def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
-    """Remove the arguments of `previous`, in place, if `spec` names another class.
+    """Remove the arguments of `previous`, in place, if `spec` names a different class.
 
-    jsonargparse alone would keep arguments that the new class has too. A grid for one solver would
-    then be used by the next solver. Several paths may name the same class.
+    jsonargparse alone would keep the arguments that the new class has too. For example, it would
+    pass the time grid of the earlier solver to the new solver. Two paths of the same class count as
+    the same class.
 
     Args:
-        previous: class path and arguments so far, or None.
-        spec: class path and arguments of the later config or option.
+        previous: class path and arguments in the earlier configs and options; None if there are
+            none.
+        spec: class path and arguments in the later config or option.
 
     Returns:
-        A line with the removed arguments that would have had an effect, or None. These are the
-        arguments that the new class has with a different default, and that `spec` does not set.
+        A message with the removed arguments that would have changed the new class, or None. An
+        argument would have changed the new class if this class has the argument, with a different
+        default value, and if `spec` does not set it.
     """
     if not previous or not previous.get("class_path") or "init_args" not in previous:
         return None
@@ -43,18 +46,18 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
         return None
     return (
         f"{new.rpartition('.')[2]} replaces {old.rpartition('.')[2]}, whose {', '.join(lost)} no "
-        f"longer {'applies' if len(lost) == 1 else 'apply'}; set again what should stay."
+        f"longer {'applies' if len(lost) == 1 else 'apply'}; set again what you want to keep."
     )
 
 
 def _imported_class(path: str) -> Any:
-    """A class that jsonargparse has checked and imported; its path if it is not in a module."""
+    """The class that jsonargparse has imported from a path; the path itself if there is none."""
     module, _, name = path.rpartition(".")
     return getattr(sys.modules.get(module), name, path)
 
 
 def _describe(value: Any) -> str:
-    """A setting as in Python: LogSNR(noisiest=-10.0)."""
+    """Format a setting as Python code, such as LogSNR(noisiest=-10.0)."""
     if isinstance(value, Namespace):
         value = value.as_dict()
     if not isinstance(value, dict) or "class_path" not in value:

@@ -1,4 +1,4 @@
-"""Short error messages for a wrong config or command line, with the fix."""
+"""Short error messages for a wrong config or command line that say how to correct it."""
 
 import errno
 import inspect
@@ -12,14 +12,15 @@ from typing import Any
 
 
 def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> str:
-    """Explain an error of jsonargparse in one or two lines, with the dotted key where it occurred.
+    """Explain an error of jsonargparse in one or two lines, with the dotted key of the setting.
 
-    jsonargparse lists every alternative of every nested class. The innermost exception of the
-    chain holds the cause in one line, and the others hold the keys that lead to it.
+    The message of jsonargparse is long, because it lists all alternatives for each nested class.
+    This function follows the chain of exceptions that led to the error. The innermost exception
+    gives the cause in one line, and the others give the keys of the setting.
 
     Args:
-        error: raised by a parser.
-        options: names that the parser accepts. The message suggests close matches.
+        error: exception that a parser has raised.
+        options: names of the options of the parser, from which the message suggests the closest.
     """
     chain: list[BaseException] = []  # the error and its causes, outermost first
     cause: BaseException | None = error
@@ -70,7 +71,7 @@ def _translate(outermost: str, innermost: str, class_path: str, options: list[st
 
 
 def _expected_type(outermost: str, text: str) -> str:
-    """A message about a wrong value that lists all choices of a union, with plain type names."""
+    """Rewrite a message about a wrong value: with all choices of a union, and plain type names."""
     if choices := re.findall(r"- Expected a typing\.Literal\[([^]]*)\]", outermost):
         listed = f"one of {', '.join(dict.fromkeys(choices))}"
         text = re.sub(r"typing\.Literal\[[^]]*\]", listed, text)
@@ -83,11 +84,18 @@ def _expected_type(outermost: str, text: str) -> str:
 
 
 SYNONYMS = {"checkpoint": "ckpt_path", "ckpt_path": "checkpoint", "train": "fit"}
-"""Names that are asked for in place of others that mean the same."""
+"""Wrong name -> valid name with the same meaning, which a message suggests."""
 
 
 def suggest(name: str, names: Iterable[str], rule: str) -> str:
-    """The message that there is no `name`: a `rule`, with the nearest of `names` in any case."""
+    """Return an error message for a wrong name, with a suggestion.
+
+    Args:
+        name: the wrong name.
+        names: the valid names. The message suggests the closest one, ignoring case. If none is
+            close, it lists up to 30 of them.
+        rule: beginning of the message, such as "there is no option".
+    """
     names = list(names)
     in_lower_case = {each.lower(): each for each in names}
     for wrong in (name, name.split(".")[-1]):
@@ -102,7 +110,7 @@ def suggest(name: str, names: Iterable[str], rule: str) -> str:
 
 
 def parameter_names(class_path: str) -> list[str]:
-    """Names of the arguments of a class and its bases; empty unless it is already imported."""
+    """Names of the arguments of a class and its bases; [] if the class is not yet imported."""
     module, _, name = class_path.rpartition(".")
     target: Any = getattr(sys.modules.get(module), name, None)
     if target is None:
@@ -129,25 +137,31 @@ FIXES = {
     errno.EMFILE: "allow more open files by `ulimit -n`",
     errno.EIO: "the disk or its connection is faulty",
 }
-"""What to do about an error of the operating system, by its number."""
+"""Advice about an error of the operating system, by error number (errno)."""
 
 _WORKER_ERROR = re.compile(
     r'Caught \w+ in DataLoader worker process .*  File "[^"]*/lit_diffusion/[^"]*", line \d+, in '
     r"\w+\n    raise [^\n]*\n(?:    [^\n]*\n)*[\w.]+: (.*)",
     re.DOTALL,
 )
-"""Message of an error that one of our checks raised in a worker, with the check's own message."""
+"""Matches the message of an error that a check of this library raised in a DataLoader worker."""
 
 
 def is_user_error(
     error: BaseException, packages: Sequence[str] = ("lit_diffusion", "lightning")
 ) -> bool:
-    """Whether an error comes from a check in one of the packages, rather than from a bug.
+    """Whether the user can correct the cause of an error, so that it is probably not a bug.
 
-    An error counts as a check if a `raise` statement of these packages raised it, in this process
-    or in a DataLoader worker. Out-of-memory errors count as checks as well. So do errors of the
-    operating system that have a number, such as a full disk or a missing file, except errors of
-    connections.
+    This is the case for three kinds of errors:
+
+    - errors from a `raise` statement in `packages`, in this process or in a DataLoader worker;
+    - errors of the operating system with an error number, such as a full disk or a missing file,
+      but not connection errors;
+    - errors because the machine or the GPU is out of memory.
+
+    Args:
+        error: the error.
+        packages: names of the packages whose `raise` statements report mistakes of the user.
     """
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
         return True
@@ -164,7 +178,7 @@ def is_user_error(
 
 
 def describe_error(error: BaseException) -> str:
-    """The message of an error. Errors of the operating system say what to do."""
+    """Return the message of an error, for an error of the operating system with advice."""
     if isinstance(error, OSError) and error.errno and error.strerror:
         subject = "" if error.filename is None else f"{error.filename}: "
         fix = FIXES.get(error.errno, "see to the file system, or name another path")

@@ -1,7 +1,7 @@
-"""Map class paths and arguments of earlier versions to the present ones.
+"""Replace class paths and arguments of earlier versions with their present names.
 
-Each moved class and renamed argument has an entry, so that old configs and checkpoints keep
-loading. Python imports have no such aliases and must use the new names.
+The tables have an entry for each moved class and each renamed argument, so that old configs and
+checkpoints still load. Old names do not work in Python imports.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ CLASS_PATHS = {
         for name in ("Even", "Karras", "LogSNR", "Sections", "ShiftedGrid", "Stride")
     },
 }
-"""Old prefix of a class path (a module, or a module and class) -> new prefix."""
+"""Old module, or old path of a class -> new module, or new path of the class."""
 
 ARGUMENTS = {
     "FIDEvaluation": {"second_look": "auxiliary_metrics"},
@@ -54,11 +54,11 @@ def _merge_into_condition(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 REWRITTEN = dict.fromkeys(("UNet", "UViT", "DiT", "JiT"), _merge_into_condition)
-"""Present class name -> function that maps all old arguments to new ones."""
+"""Present class name -> function that converts old arguments of the class to present ones."""
 
 
 def rename_class_path(path: str) -> str:
-    """The present path of a class.
+    """Return the present path of a class, given its present or an old path.
 
     Example:
         >>> rename_class_path("lit_diffusion.networks.dcgan.DCGANGenerator")
@@ -72,7 +72,7 @@ def rename_class_path(path: str) -> str:
 
 
 def rename_config(config: Any) -> Any:
-    """A config (nested dicts and lists) with old class paths and arguments replaced."""
+    """Return a config (nested dicts and lists) with old class paths and arguments replaced."""
     if isinstance(config, list):
         return [rename_config(entry) for entry in config]
     if isinstance(config, str):
@@ -87,7 +87,7 @@ def rename_config(config: Any) -> Any:
 
 
 def rename_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with old names of classes and arguments replaced."""
+    """Return a checkpoint with old names of classes and arguments replaced."""
     checkpoint = dict(checkpoint)
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         if isinstance(saved := checkpoint.get(key), dict):

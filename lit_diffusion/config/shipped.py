@@ -6,17 +6,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 CONFIG_OPTIONS = ("--config", "-c", "--arms", "--data")
-"""Options of commands whose values are configs."""
+"""Command-line options whose values are configs."""
 
 FLAGS = ("--print", "--debug")
-"""Options without a value that may precede a config."""
+"""Options without a value, after which the next argument may be a config."""
 
 
 def shipped_configs() -> Path:
-    """The folder of the configs that are installed with the package.
+    """Return the folder of the configs that are installed with the package.
 
-    In a checkout, this folder is `configs/`. In a wheel, it is `lit_diffusion/configs/`. In both,
-    it is next to `callbacks/`.
+    This is `configs/` in a checkout, and `lit_diffusion/configs/` in an installed wheel. In both
+    cases, the folder of `lit_diffusion.callbacks` is next to it.
 
     Example:
         >>> (shipped_configs() / "digits.yaml").exists()
@@ -29,9 +29,11 @@ def shipped_configs() -> Path:
 
 
 def find_shipped_config(path: str) -> str | None:
-    """The path of the shipped config that `configs/NAME.yaml` names. None if there is none.
+    """Return the path of an installed config, for a name such as `configs/digits.yaml`.
 
-    A file with that path in the current folder takes precedence.
+    Returns:
+        The path. None if no such config is installed, or if the current folder has a file with this
+        name, which takes precedence.
     """
     match = re.fullmatch(r"configs/([\w./-]+\.yaml)", path)
     if match is None or ".." in match[1] or Path(path).exists():
@@ -41,15 +43,16 @@ def find_shipped_config(path: str) -> str | None:
 
 
 def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Replace names of shipped configs on a command line with their paths.
+    """Replace names of installed configs on a command line with their paths.
 
-    Values of `CONFIG_OPTIONS` and positional arguments may name configs, several joined by +.
+    Names are replaced in positional arguments and in values of `CONFIG_OPTIONS`. An argument may
+    join several names with +.
 
     Args:
         args: a command and its arguments.
 
     Returns:
-        The arguments, and the path of each name that was replaced.
+        The new command line, and a dictionary of the replaced names and their paths.
     """
     shipped_paths: dict[str, str] = {}
 

@@ -1,9 +1,12 @@
-"""Classes that a config or checkpoint may name, and short names for the classes of this library.
+"""Restrict the classes that a config or checkpoint may name, and resolve short class names.
 
-jsonargparse imports and calls a class path, so an untrusted file could run any code. Therefore, a
-class path raises an error before its import, unless it is in `TRUSTED` or in a package that the
-user trusts. From `TRUSTED`, only classes are allowed. The reason is that jsonargparse also accepts
-functions by their return type, and some functions of these packages execute their argument.
+jsonargparse imports and calls whatever a class path names, so an untrusted file could run any code.
+Therefore, a class path raises an error before its import, unless it is in a package of `TRUSTED` or
+in a package that the user trusts.
+
+From packages of `TRUSTED`, only classes are allowed, no functions. jsonargparse alone would also
+accept functions with a suitable return type, and some functions in these packages execute their
+argument as code.
 """
 
 import inspect
@@ -39,7 +42,7 @@ TRUSTED = (
     "lightning.fabric.accelerators",
     "lightning.fabric.plugins",
 )
-"""Packages whose classes a class path may always name."""
+"""Packages whose classes any config or checkpoint may name."""
 
 _WITH_PUBLIC_NAMES = ("callbacks", "solvers")  # their class paths contain no module name
 _PACKAGES = ("networks", "modules", "data", "lab.gan")
@@ -49,15 +52,17 @@ _PACKAGES = ("networks", "modules", "data", "lab.gan")
 def allow_class_paths(
     packages: Iterable[str] = (), report: Callable[[str], None] = print_error
 ) -> Iterator[None]:
-    """Context in which jsonargparse imports classes from `TRUSTED` and anything from `packages`.
+    """Context in which configs may name classes from `TRUSTED` and anything from `packages`.
 
-    It also replaces old names in configs and resolves the short names of `short_names`. If a later
-    config or option changes a class, the arguments of the old class are dropped.
+    In this context, jsonargparse also replaces old names in configs, and resolves the short class
+    names of `short_names`. If a later config or option names a different class, the arguments of
+    the earlier class are dropped.
 
     Args:
-        packages: dotted names of modules, or of packages with everything below them. Entries with a
-            "/" are ignored, because they are folders for `checkpoints.loading.check_codec_folder`.
-        report: function that is called with a line that names the dropped arguments.
+        packages: dotted names of trusted modules and packages. A package includes all modules in
+            it. Entries with a "/" are ignored here: they are trusted folders of VAEs, which
+            `checkpoints.loading.check_codec_folder` uses.
+        report: function that prints a line of text, which names the dropped arguments.
     """
     packages = tuple(name for name in packages if name.replace(".", "_").isidentifier())
     old_settings = dict(parsing_settings)
@@ -71,7 +76,7 @@ def allow_class_paths(
         is_users = paths and all(is_within(path, packages) for path in paths)
         if not (is_users or inspect.isclass(obj)):
             path = min(paths, default=repr(obj))
-            raise ImportDenied(f"Importing '{path}' is not allowed: it is no class.")
+            raise ImportDenied(f"Importing '{path}' is not allowed: it is not a class.")
         return paths
 
     def resolve_short_name(cls: Any, name: str) -> str:
@@ -111,7 +116,7 @@ def allow_class_paths(
 
 
 def is_within(path: str, packages: Iterable[str]) -> bool:
-    """Whether a dotted path is one of the packages or below it.
+    """Whether a dotted path is one of the packages or inside one of them.
 
     Example:
         >>> is_within("torch.nn.Module", ["torch.nn"]), is_within("torchvision.ops", ["torch"])
@@ -122,7 +127,7 @@ def is_within(path: str, packages: Iterable[str]) -> bool:
 
 @cache
 def short_names() -> dict[str, str]:
-    """Map the names of classes of this library that configs may use to their class paths.
+    """Return the short class names that configs may use, with the class path of each.
 
     Example:
         >>> short_names()["CosineBetas"], short_names()["EMA"]

@@ -11,22 +11,22 @@ from lit_diffusion.config.renamed import rename_config
 from lit_diffusion.files import check_regular, checked_read
 
 MAX_BYTES = 10**5
-"""Maximum size of a config in bytes; a file of this size parses quickly."""
+"""Maximum size of a config in bytes. PyYAML parses a file of this size quickly."""
 
 MAX_ALIASES = 10
-"""Maximum number of aliases in a config: a few nested aliases can expand beyond any memory."""
+"""Maximum number of aliases in a config. A few nested aliases could expand beyond any memory."""
 
 MAX_DEPTH = 100
-"""Maximum depth of a config: the time that PyYAML takes grows with its square."""
+"""Maximum depth of nesting. The time that PyYAML needs grows with the square of the depth."""
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Content of a YAML file, with old names replaced (`config.renamed`).
+    """Return the content of a YAML file, with old names replaced (`config.renamed`).
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if the file is not YAML, is too large, is nested too deeply, or is not a regular
-            file.
+        ValueError: if the file is not YAML, is not a regular file, is too large, is nested too
+            deeply, or has too many aliases.
     """
     if check_regular(path).stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes: that is no config.")
@@ -42,7 +42,7 @@ def read_yaml(path: str | Path) -> Any:
                     raise ValueError(f"it is nested too deep, more than {MAX_DEPTH} levels")
                 if num_aliases > MAX_ALIASES:
                     raise ValueError(
-                        f"a config with more than {MAX_ALIASES} aliases (*name) is refused"
+                        f"it has more than {MAX_ALIASES} aliases (*name), which no config needs"
                     )
             content = yaml.safe_load(text)
             json.dumps(content, default=str, skipkeys=True)  # raises if a value contains itself
@@ -56,11 +56,12 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def refuse_files(value: Any, source: Path) -> None:
-    """Raise ValueError if settings name a config or pipe that jsonargparse would open.
+    """Raise ValueError if a setting is the path of a config or pipe that jsonargparse would open.
 
     Args:
-        value: dictionary or list of settings, nested.
-        source: file of the settings. Relative paths may be relative to its folder.
+        value: settings, in nested dictionaries and lists.
+        source: file that contains the settings. A relative path in a setting may be relative to the
+            current folder or to the folder of this file.
     """
     for part in value.values() if isinstance(value, dict) else value:
         if isinstance(part, dict | list):

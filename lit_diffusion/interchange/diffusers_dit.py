@@ -1,8 +1,8 @@
 """Convert arguments and weights of our DiT to diffusers' DiTTransformer2DModel.
 
-One difference cannot be expressed in the config of diffusers. There, the frequencies of the
-timestep embedding are `10000**(-k / 127)`. Our frequencies are `10000**(-k / 128)`. The code in
-`FIX_FREQUENCIES` corrects a loaded pipeline.
+The config of diffusers cannot express one difference. The frequencies of the timestep embedding are
+`10000**(-k / 128)` in our DiT, and `10000**(-k / 127)` in diffusers. The code in `FIX_FREQUENCIES`
+gives a loaded pipeline our frequencies.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from torch import Tensor
 FIX_FREQUENCIES = """for block in pipeline.transformer.transformer_blocks:
     block.norm1.emb.time_proj.downscale_freq_shift = 0"""
 
-# Names of our layers -> names in diffusers. "Shared" layers have a copy in each diffusers block.
+# Names of our layers -> names in diffusers. Each block in diffusers has a copy of "shared" layers.
 _TOP_LAYERS = {
     "x_embedder.proj": "pos_embed.proj",
     "final_layer.adaLN_modulation.1": "proj_out_1",
@@ -37,7 +37,7 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert arguments of our DiT to arguments of DiTTransformer2DModel.
 
     Raises:
-        ValueError: if an argument has no equivalent. The message names it.
+        ValueError: if an argument has no equivalent in diffusers. The message names the argument.
 
     Example:
         >>> config = to_config({"image_size": 32, "in_channels": 4, "out_channels": 8,
@@ -52,10 +52,13 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if condition is not None or num_classes is None:
         raise ValueError(
             f"condition={condition}, num_classes={num_classes}: diffusers' DiTTransformer2DModel "
-            "supports only labels; export with --format safetensors."
+            "supports only class labels; export with --format safetensors."
         )
     if args["mlp_ratio"] != 4:
-        raise ValueError(f"mlp_ratio={args['mlp_ratio']}: diffusers' DiTTransformer2DModel has 4.")
+        raise ValueError(
+            f"mlp_ratio={args['mlp_ratio']}: diffusers' DiTTransformer2DModel only has 4; export "
+            "with --format safetensors."
+        )
     return {
         "num_attention_heads": args["num_heads"],
         "attention_head_dim": args["width"] // args["num_heads"],
@@ -71,9 +74,10 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert the names of our DiT's weights to the names in diffusers.
+    """Rename the weights of our DiT to the names in diffusers.
 
-    In diffusers, each block has its own embedding. The position embedding is omitted, because
+    In diffusers, each block has embeddings of the timestep and the class of its own. Therefore, the
+    embeddings of our DiT are copied to each block. The position embedding is left out, because
     diffusers computes it.
     """
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})

@@ -1,4 +1,4 @@
-"""Folders in diffusers' format: write a pipeline from a module, read a UNet2DModel."""
+"""Write a module as a pipeline folder of diffusers, and read the folder of a UNet2DModel."""
 
 import json
 import shutil
@@ -30,20 +30,22 @@ Json = dict[str, Any]
 def write_diffusers(
     folder: str | Path, module: Any, record: Json, state: Mapping[str, Tensor], vae: str | None
 ) -> list[str]:
-    """Write a pipeline: a DDPMPipeline for a UNet, or a DiTPipeline for a DiT.
+    """Write a module as a pipeline of diffusers: a UNet as DDPMPipeline, a DiT as DiTPipeline.
 
     Args:
-        folder: folder to write, which is created if it does not exist.
-        module: module whose process, parameterization and solver define the scheduler.
+        folder: folder of the pipeline. It is created if it does not exist.
+        module: module whose process, parameterization and solver determine the scheduler.
         record: dictionary with "network" (class path and arguments) and "image_shape".
-        state: weights of the network.
-        vae: folder of an AutoencoderKL to copy. DiTPipeline cannot be loaded without one.
+        state: weights of the network by name.
+        vae: folder of an AutoencoderKL to copy into the pipeline; None copies none. A DiTPipeline
+            without an AutoencoderKL cannot be loaded.
 
     Returns:
         Remarks for the user, as sentences.
 
     Raises:
-        ValueError: if a part of the module has no equivalent in diffusers. The message names it.
+        ValueError: if a part of the module has no equivalent in diffusers. The message names the
+            part.
     """
     name = record["network"]["class_path"].rpartition(".")[2]
     arguments = _classes_as_number(record["network"]["init_args"])
@@ -55,13 +57,13 @@ def write_diffusers(
         weights = diffusers_unet.to_diffusers(state, arguments)
         part, model, scheduler, pipeline = "unet", "UNet2DModel", "DDPMScheduler", "DDPMPipeline"
         if arguments.get("num_classes") is not None:
-            remarks = ["The network takes labels, which DDPMPipeline never passes: call `unet`."]
+            remarks = ["The network takes labels, which DDPMPipeline never passes; call `unet`."]
     elif name == "DiT":
         config, weights = diffusers_dit.to_config(arguments), diffusers_dit.to_diffusers(state)
         part, model, scheduler = "transformer", "DiTTransformer2DModel", "DDIMScheduler"
         pipeline = "DiTPipeline"
         code = diffusers_dit.FIX_FREQUENCIES
-        remarks = [f"For images equal to ours, set after loading:\n{code}"]
+        remarks = [f"To get the same images as here, run this after loading the pipeline:\n{code}"]
         if vae is None:
             remarks.append("Put an AutoencoderKL into vae/, which DiTPipeline needs.")
     else:
@@ -94,19 +96,19 @@ def write_diffusers(
 
 @torch.no_grad()
 def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] = (0, 1)) -> str:
-    """Compare the images of a written pipeline with the module's images for the same seeds.
+    """Generate images from the same seeds with a pipeline and its module, and compare them.
 
-    Pipeline and module start from the noise of the same seeds and use the same classes as
-    `generate`. Both take as many steps as the module's solver. The pipeline has no guidance.
-    Latents are compared before decoding.
+    Both start from the same noise, and use the classes that `generate` uses for the seeds. Both
+    take as many steps as the module's solver. The pipeline uses no guidance. If the images are
+    latents, they are not decoded for the comparison.
 
     Args:
-        folder: folder that `write_diffusers` has written.
-        module: the module that was written, in eval mode on the CPU.
+        folder: folder of the pipeline, which `write_diffusers` has written from the module.
+        module: the module, in eval mode on the CPU.
         seeds: one integer per image.
 
     Returns:
-        A sentence with the pipeline's solver and the difference of the images.
+        Sentences that name both solvers, and give the maximal and mean difference of the images.
     """
     folder = Path(folder)
     index = _read_json(folder / "model_index.json")
@@ -116,7 +118,7 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
     try:
         import diffusers
     except ModuleNotFoundError as error:
-        return f"{ours}. Whether images are the same was not measured: {error}."
+        return f"{ours}. Their images were not compared: {error}."
     network = getattr(diffusers, kind).from_config(_read_json(folder / part / "config.json")).eval()
     network.load_state_dict(read_safetensors(folder / part / f"{_WEIGHTS_STEM}.safetensors"))
     for block in getattr(network, "transformer_blocks", []):  # as in `FIX_FREQUENCIES`
@@ -142,7 +144,7 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
         x_t = scheduler.step(output, t, x_t, **options).prev_sample
     if module.codec.bounded:
         x0, x_t = x0.clamp(-1, 1), x_t.clamp(-1, 1)
-    difference, kind, unit = (x0 - x_t).abs(), "latents", "of 1, their usual spread"
+    difference, kind, unit = (x0 - x_t).abs(), "latents", "of 1, their usual standard deviation"
     is_same = difference.max() < 0.01
     if module.codec.bounded:
         difference, kind, unit = 127.5 * difference, "images", "of 255 levels"
@@ -155,10 +157,11 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
 
 
 def scheduler_config(module: Any) -> Json:
-    """Choose arguments of a diffusers scheduler that equals a module's process and solver.
+    """Return the arguments of a diffusers scheduler that fits a module's process and solver.
 
     Raises:
-        ValueError: if a part of the module has no equivalent in diffusers. The message names it.
+        ValueError: if a part of the module has no equivalent in diffusers. The message names the
+            part.
     """
     process, prediction = module.process, _PREDICTIONS.get(type(module.parameterization))
     if not isinstance(process, DiscreteVP):
@@ -198,7 +201,8 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
         folder: folder of the model, or of a pipeline that contains it.
 
     Raises:
-        FileNotFoundError: if there is no model.
+        FileNotFoundError: if the folder contains no model.
+        ValueError: if the model is of a different class.
     """
     folder = Path(folder)
     folder = folder / "unet" if (folder / "unet").is_dir() else folder
@@ -223,7 +227,7 @@ def _classes_as_number(arguments: Json) -> Json:
 
 
 def _list_vae_files(folder: Path, network: str) -> list[Path]:
-    """The config and the weight files in the folder of an AutoencoderKL, for a DiT.
+    """Paths of the config and the weights in the folder of an AutoencoderKL, for a DiT.
 
     Raises:
         ValueError: if the folder contains a different model, if one of the files is not a regular
@@ -244,10 +248,10 @@ def _list_vae_files(folder: Path, network: str) -> list[Path]:
 
 
 def _scaled_config(vae: Path, codec: Any, target: Path) -> tuple[Json, float]:
-    """Config of a VAE with the scale and shift of the codec, if it has them, and the shift.
+    """Config of a VAE, with the scale and shift of a codec that has them; and the shift.
 
     Raises:
-        ValueError: if this would change the config of the VAE itself.
+        ValueError: if the changed config would replace the config in the folder `vae`.
     """
     config = _read_json(vae / "config.json")
     factors = {"scaling_factor": "scale", "shift_factor": "shift"}

@@ -1,11 +1,14 @@
 """Convert arguments and weights between our U-Net and diffusers' UNet2DModel.
 
-The architectures are equal under three conditions. First, all attention heads have the same size
-(set head_channels, or num_heads with attention at a single width). Second, channel_mult begins with
-1. Third, the condition is labels, or there is no condition.
+The architectures are equal under these conditions:
 
-UNet2DModel has no embedding for "no class". Therefore, the embedding of an export has an additional
-row of zeros after the rows of the classes.
+- All attention heads have the same size, because `head_channels` is set, or because `num_heads` is
+  set and attention is used at a single width.
+- The first entry of `channel_mult` is 1.
+- The condition of the network is a class label, or there is no condition.
+
+UNet2DModel has no label for "no class". Therefore, the class embedding of an exported network has
+one row more than there are classes. This last row is zero and means "no class".
 """
 
 import inspect
@@ -34,7 +37,7 @@ FIXED: Json = {
     "add_attention": True,
     "class_embed_type": None,
 }
-"""Arguments of UNet2DModel that are constant for our networks; the values are its defaults."""
+"""Arguments of UNet2DModel that our U-Net cannot change, with their default values."""
 
 # Names of our layers -> names in diffusers, outside blocks and within a block.
 _TOP_LAYERS = {
@@ -61,7 +64,7 @@ def to_config(arguments: Mapping[str, Any]) -> Json:
     """Convert arguments of our UNet to arguments of UNet2DModel.
 
     Raises:
-        ValueError: if an argument has no equivalent. The message names it.
+        ValueError: if an argument has no equivalent in diffusers. The message names the argument.
 
     Example:
         >>> config = to_config({"in_channels": 3, "out_channels": 3, "head_channels": 64})
@@ -99,7 +102,7 @@ def from_config(config: Mapping[str, Any]) -> Json:
     """Convert arguments of UNet2DModel to arguments of our UNet.
 
     Raises:
-        ValueError: if an argument has no equivalent. The message names it.
+        ValueError: if an argument has no equivalent in our UNet. The message names the argument.
     """
     for name, value in FIXED.items():
         if config.get(name, value) != value:
@@ -167,14 +170,18 @@ def from_diffusers(
 ) -> tuple[Json, dict[str, Tensor]]:
     """Convert weights of UNet2DModel to arguments and weights of our UNet.
 
-    If the last row of the class embedding is zero, it is assumed to mean "no class" and is dropped.
+    A last row of zeros in the class embedding is assumed to mean "no class" and is dropped.
 
     Args:
         state: weights of UNet2DModel, by name.
         config: arguments of UNet2DModel.
 
+    Returns:
+        The arguments and the weights of our UNet.
+
     Raises:
-        KeyError: if an argument or a weight is missing.
+        KeyError: if an argument or a weight of UNet2DModel is missing.
+        ValueError: if an argument has no equivalent in our UNet.
     """
     arguments = from_config(config)
     if arguments["num_classes"] is not None:
@@ -195,7 +202,7 @@ def from_diffusers(
 
 
 def _diffusers_layers(layer: str, num_res_blocks: int) -> list[str]:
-    """Names in UNet2DModel of one of our layers: three for q, k, v, otherwise one."""
+    """Names in UNet2DModel for one of our layers: three for a layer of q, k and v, else one."""
     if layer in _TOP_LAYERS:
         return [_TOP_LAYERS[layer]]
     match = re.fullmatch(r"(input|middle|output)_blocks?\.(?:(\d+)\.)?(\d)\.(.+)", layer)
@@ -214,7 +221,7 @@ def _diffusers_layers(layer: str, num_res_blocks: int) -> list[str]:
 
 
 def _is_linear(their_layer: str) -> bool:
-    """Whether a layer of UNet2DModel is linear, where ours is a 1x1 convolution (attention)."""
+    """Whether a layer is linear in UNet2DModel, but a 1x1 convolution in our UNet (attention)."""
     return ".to_" in their_layer
 
 

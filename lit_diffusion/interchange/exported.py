@@ -1,7 +1,10 @@
-"""Exported networks: folders with network.safetensors, and network.json (class and arguments).
+"""Write and read exported networks: folders with network.safetensors and network.json.
 
-`load_network` needs only torch and safetensors, and imports nothing that a file names. The record
-also describes the module, so that `lit_diffusion.load` accepts such a folder.
+network.json, the record, contains the class path and the arguments of the network. It also contains
+those of the module, so that `lit_diffusion.load` can use the folder as a checkpoint.
+
+`load_network` needs only torch and safetensors. It builds only classes that are listed here, and
+imports no other class that a record names.
 """
 
 import hashlib
@@ -34,12 +37,12 @@ Json = dict[str, Any]
 
 RECORD, WEIGHTS = "network.json", "network.safetensors"
 _TOP_LEVEL = ("network", "process", "parameterization", "image_shape", "num_classes")
-"""Arguments of a module that a record has at its top level. "module" has the others."""
+"""Arguments of a module that are at the top level of a record. Others are in its entry "module"."""
 _CLASSES: tuple[type[nn.Module], ...] = (UNet, EncoderUNet, UViT, DiT, JiT, Patched)
 NETWORKS = {f"{each.__module__}.{each.__name__}": each for each in _CLASSES}
 """Networks that `load_network` can build, by class path."""
 CONDITIONS = {f"{c.__module__}.{c.__name__}": c for c in (Classes, Vectors, Tokens, WordIds)}
-"""Condition embeddings of these networks, by class path."""
+"""Condition embeddings that `load_network` can build, by class path."""
 
 
 def write_network(
@@ -48,18 +51,20 @@ def write_network(
     record: Json,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write weights, and a record with the library version and the SHA-256 of the weights.
+    """Write the weights and the record of a network to a folder.
+
+    The version of this library and the SHA-256 of the weights are added to the record.
 
     Args:
-        folder: folder to write, which is created if it does not exist. An existing export in it is
-            replaced.
+        folder: folder of the exported network. It is created if it does not exist. If it already
+            contains an exported network, the files are replaced.
         state: state_dict of the network.
-        record: dictionary with "network": {"class_path": ..., "init_args": ...}, and other entries
-            to store.
-        dtype: dtype of floating-point weights in the file; None keeps their dtype.
+        record: dictionary with "network": {"class_path": ..., "init_args": ...}, and any other
+            entries to store.
+        dtype: dtype to which floating-point weights are converted; None keeps their dtype.
 
     Raises:
-        ValueError: if `folder` is a file, or a finite weight is too large for `dtype`.
+        ValueError: if `folder` is a file, or if a finite weight is too large for `dtype`.
     """
     state = {name: _convert(value, dtype, name) for name, value in state.items()}
     folder = create_folder(folder)
@@ -96,14 +101,15 @@ def module_record(spec: Mapping[str, Any]) -> Json:
 
 
 def read_as_checkpoint(folder: str | Path) -> tuple[Json, str]:
-    """Read an exported network in the form of a checkpoint, from which a module can be built.
+    """Read an exported network as a checkpoint, from which its module can be built.
 
     Returns:
-        The entries, and the name of the weights. The caller must check the entries as for any file.
+        A checkpoint, as a dictionary, and the name of the weights. The content may come from a
+        stranger, so the caller must check it as in any checkpoint.
 
     Raises:
-        FileNotFoundError: if the folder holds no export.
-        ValueError: if the files are damaged, or describe only a network.
+        FileNotFoundError: if the folder contains no exported network.
+        ValueError: if the files are damaged, or if the record describes a network but no module.
     """
     record, state = read_exported(folder)
     module = record.get("module")
@@ -111,7 +117,7 @@ def read_as_checkpoint(folder: str | Path) -> tuple[Json, str]:
     if not isinstance(module, dict) or not is_spec:
         raise ValueError(
             f"{folder} holds a network alone, without process and solver, because it was imported, "
-            "or exported by version 0.1; call load_network, or `fit --init_weights`, or export it "
+            "or exported by version 0.1; use load_network or `fit --init_weights`, or export it "
             "again."
         )
     arguments = {name: record[name] for name in _TOP_LEVEL if name in record}
@@ -151,9 +157,9 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
     """Read the record and the weights of an exported network.
 
     Raises:
-        FileNotFoundError: if the folder holds no export.
-        ValueError: if the record is damaged, or its SHA-256 differs from the SHA-256 of the
-            weights.
+        FileNotFoundError: if the folder contains no exported network.
+        ValueError: if the record is damaged, or if the SHA-256 of the weights is not the one in the
+            record.
     """
     folder = Path(folder)
     if not is_exported(folder):
@@ -171,7 +177,7 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         sha256 = hashlib.file_digest(weights, "sha256").hexdigest()
     if sha256 != expected:
         raise ValueError(
-            f"{path} has SHA-256 {sha256}, but {RECORD} says {expected}: the files are of "
+            f"{path} has SHA-256 {sha256}, but {RECORD} says {expected}: the files are from "
             "different exports or damaged; export again."
         )
     return record, read_safetensors(path)
@@ -186,7 +192,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 def read_state_dict(path: Path) -> dict[str, Tensor]:
     """Read a state_dict from a file of `torch.save`, without running code in it.
 
-    If the file holds several state_dicts, "ema" takes precedence over "model" and "state_dict".
+    If the file contains several state_dicts in a dictionary, the function reads "ema" if there is
+    one, otherwise "model", otherwise "state_dict".
 
     Returns:
         Tensors by name, on the CPU. Floating-point tensors are converted to float32.
@@ -223,8 +230,8 @@ def load_network(folder: str | Path) -> nn.Module:
         folder: folder with network.json and network.safetensors.
 
     Raises:
-        FileNotFoundError: if there is no such folder.
-        ValueError: if the files do not match, or the class of the network is unknown.
+        FileNotFoundError: if the folder does not exist or contains no exported network.
+        ValueError: if the two files do not match, or if the network is not one of `NETWORKS`.
 
     Example:
         >>> network = load_network("exported/digits")  # doctest: +SKIP
@@ -246,8 +253,9 @@ def load_network(folder: str | Path) -> nn.Module:
 def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     """Build a network from JSON arguments.
 
-    The arguments `condition`, and `network` of `Patched`, are dictionaries with class_path and
-    init_args. Only classes of `NETWORKS` and `CONDITIONS` are built.
+    Two arguments are objects: `condition`, and `network` of `Patched`. In JSON, they are
+    dictionaries with class_path and init_args. Only classes of `NETWORKS` and `CONDITIONS` are
+    built.
 
     Example:
         >>> classes = {"class_path": "lit_diffusion.networks.conditions.Classes",
@@ -273,15 +281,15 @@ def check_state_dict(
     state: Mapping[str, Tensor],
     source: str,
 ) -> None:
-    """Raise ValueError unless `state` has the names and shapes of a network with these arguments.
+    """Raise ValueError unless a network with these arguments can load the weights in `state`.
 
-    The network is built on the meta device, which allocates no memory.
+    To compare names and shapes, the network is built on the meta device, which allocates no memory.
 
     Args:
         network_class: class of the network.
-        arguments: its arguments.
+        arguments: arguments of the network.
         state: weights by name.
-        source: name of the file, for messages.
+        source: name of the file with the weights, for error messages.
     """
     name = network_class.__name__
     try:

@@ -1,4 +1,4 @@
-"""Model cards in the format of the Hugging Face Hub: README.md with a head in YAML."""
+"""Write model cards in the format of the Hugging Face Hub: README.md with a YAML header."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 
 def write_model_card(folder: Path, text: str) -> bool:
-    """Write the model card of a folder, unless it has one. Return whether the card was written."""
+    """Write a model card unless the folder has one, and return whether it was written."""
     path = folder / CARD
     if path.exists():
         return False
@@ -34,17 +34,18 @@ def model_card(
     license: str | None = None,
     notes: str = "",
 ) -> str:
-    """Text of the model card of an exported network.
+    """Return the text of the model card of an exported network.
 
     Args:
-        record: record of the export. "data" is the class path of the data module.
-        evaluations: lines of evaluations.jsonl. The card lists lines with the record's step and
-            weights.
+        record: record of the exported network. Its entry "data" is the class path of the data
+            module.
+        evaluations: lines of evaluations.jsonl of the run. The card lists only scores of the
+            exported weights at the exported step.
         name: name of the model.
         num_parameters: number of parameters of the network.
-        form: "safetensors", or "diffusers" for the folder of a pipeline.
-        license: license of the weights as the Hub spells it, such as "mit". None omits the license.
-        notes: Markdown to add before the scores.
+        form: "safetensors" for an exported network, or "diffusers" for a pipeline of diffusers.
+        license: identifier of the license on the Hub, such as "mit". None omits the license.
+        notes: Markdown text to insert before the scores.
 
     Example:
         >>> record = {"network": {"class_path": "my.Net"}, "step": 600, "weights": "raw"}
@@ -65,7 +66,7 @@ def model_card(
 
 
 def _is_of(evaluation: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
-    """Whether a line of evaluations.jsonl scores the exported weights, on the seeds 0, 1, ...."""
+    """Whether a line of evaluations.jsonl is an FID of the exported weights on seeds 0, 1, ..."""
     kind, _, decay = str(record.get("weights", "raw")).partition("_")
     is_same_decay = evaluation.get("ema_decay") is None or decay == f"{evaluation['ema_decay']:g}"
     is_same = evaluation.get("weights") == record.get("weights")
@@ -82,7 +83,7 @@ def _head(
     form: str,
     license: str | None,
 ) -> Json:
-    """The entries of the head. Source: Hugging Face Hub's documentation of model cards."""
+    """Entries of the YAML header. Source: Hugging Face Hub's documentation of model cards."""
     head: Json = {"library_name": "diffusers" if form == "diffusers" else "lit-diffusion"}
     if license is not None:
         head["license"] = license
@@ -185,9 +186,9 @@ def _scores(scored: Sequence[Mapping[str, Any]]) -> str:
     if not scored:
         return "The run has no score of these weights at this step."
     lines = [
-        "Compare an FID only with one of the same protocol, reference and number of images.",
+        "Compare an FID only with an FID of the same extractor, real images and number of images.",
         "",
-        "| FID | FID of real images | generated images | real images | protocol |",
+        "| FID | FID of real images | generated images | real images | extractor |",
         "|---|---|---|---|---|",
     ]
     for each in scored:

@@ -1,8 +1,8 @@
-"""Import published checkpoints, and infer the network's arguments from the weights' shapes.
+"""Import published checkpoints, with arguments of the network inferred from shapes of weights.
 
-Arguments that do not affect shapes must be passed: the number of attention heads, their order, and
-whether the label embedding has a row for "no class". The result is checked against the names and
-shapes of all weights.
+Some arguments do not affect shapes and must be passed: the number of attention heads, the order of
+the heads in the weights of q, k and v, and whether the label embedding has a row for "no class". An
+error is raised unless the names and shapes of all weights fit the inferred network.
 """
 
 import inspect
@@ -39,22 +39,22 @@ NetworkClass = type[nn.Module]
 
 
 def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str, Any]) -> Json:
-    """Convert a published checkpoint to our format and write it.
+    """Convert a published checkpoint to an exported network, and write it to a folder.
 
     Args:
-        file: file of published weights, or a folder for the kind "diffusers-unet".
+        file: file with published weights. For the kind "diffusers-unet", a folder of diffusers.
         kind: "diffusers-unet" or a key of `KINDS`.
-        out: folder to write.
-        overrides: arguments of the network that cannot be inferred, or that replace inferred
-            arguments.
+        out: folder for the exported network.
+        overrides: arguments of the network that cannot be inferred from shapes, or that replace
+            inferred arguments.
 
     Returns:
         A dictionary with "class_path" and "init_args" of the network.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file has a different kind, if weights are not finite numbers, if an
-            argument is missing or wrong, or if the export would replace the file.
+        FileNotFoundError: if `file` does not exist.
+        ValueError: if the file is not of this kind, if weights are not finite numbers, if an
+            argument is missing or wrong, or if `out` would replace `file`.
 
     Example:
         >>> spec = convert("uvit.pth", "uvit", "imported", {"num_heads": 8})  # doctest: +SKIP
@@ -81,11 +81,11 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
 
 
 def model_config(spec: Json) -> Json:
-    """Return the settings of an imported network, to combine with a config of all other settings.
+    """Return a config of an imported network, to be added to a config with all other settings.
 
-    The settings contain all arguments of the network, because an earlier config must not override a
-    default. They also contain the number of classes. Unless the network works for any size, they
-    contain the shape of the images too.
+    The returned config sets all arguments of the network, even those with default values.
+    Otherwise, the values in the other config would stay in effect. The returned config also sets
+    the number of classes and, if the network supports only one image size, the image shape.
 
     Args:
         spec: the result of `convert`.
@@ -107,11 +107,10 @@ def model_config(spec: Json) -> Json:
 
 
 def check_weights(state: State, source: str) -> None:
-    """Check that weights are dense, real, floating-point and finite, as in every published file.
+    """Raise ValueError unless all weights are dense, real, floating-point and finite.
 
-    Raises:
-        ValueError: if a weight fails the check. The message has the `source` and the first such
-            weight.
+    The weights of all published checkpoints are. The message contains `source` and the name of the
+    first weight that is not.
 
     Example:
         >>> check_weights({"weight": torch.ones(2)}, "model.pt")
@@ -132,7 +131,7 @@ def check_weights(state: State, source: str) -> None:
 
 @contextmanager
 def _explained(kind: str, source: str) -> Iterator[None]:
-    """Context that turns errors of any type into a message that the file has a different kind."""
+    """Context in which any error becomes a ValueError that says that the file has another kind."""
     try:
         yield
     except Exception as error:
@@ -143,16 +142,20 @@ def _explained(kind: str, source: str) -> Iterator[None]:
 def infer(
     state: State, kind: str, overrides: Mapping[str, Any], source: str = "the file"
 ) -> tuple[NetworkClass, Json]:
-    """Infer the class and the arguments of a network from its weights.
+    """Infer the class and the arguments of a network from the names and shapes of its weights.
 
     Args:
-        state: weights by published name.
+        state: weights by the names in the published file.
         kind: a key of `KINDS`.
-        overrides: arguments that replace inferred ones.
-        source: name of the file in messages.
+        overrides: arguments of the network that cannot be inferred, or that replace inferred
+            arguments.
+        source: name of the published file, for error messages.
+
+    Returns:
+        The class and the arguments of the network.
 
     Raises:
-        ValueError: if the weights have a different kind, or an argument is missing or wrong.
+        ValueError: if the weights are not of this kind, or if an argument is missing or wrong.
     """
     matches: list[Json] = []
     mismatch = ValueError(f"{source} is not of --kind {kind}.")
@@ -174,24 +177,24 @@ def infer(
     if len(matches) > 1:
         numbers = " or ".join(str(arguments["num_res_blocks"]) for arguments in matches)
         raise ValueError(
-            f"{source}: its shapes fit num_res_blocks of {numbers}; choose one by "
+            f"{source}: its shapes fit num_res_blocks of {numbers}; choose one with "
             "--network.num_res_blocks=VALUE."
         )
     return network_class, matches[0]
 
 
 _HINTS = {
-    "num_heads": "It is in the flags or the size's table of the published network.",
+    "num_heads": "See the flags of the published network, or the table of its sizes.",
     "head_channels": "It is num_head_channels in the published flags. A classifier has 64.",
     "split_heads_first": "It is false where the published flags say use_new_attention_order True.",
-    "null_class": "It is true where labels were dropped in training, and the last row is for none.",
+    "null_class": "It is true if labels were dropped in training; the last row is for no class.",
 }
 
 
 def _require_arguments(
     network_class: NetworkClass, kind: str, state: State, overrides: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if an argument is missing that cannot be inferred from shapes."""
+    """Raise ValueError if `overrides` lacks an argument that cannot be inferred from shapes."""
     required: list[tuple[str, ...]] = [("num_heads",)]  # one name of each tuple is required
     if network_class is UViT and "label_emb.weight" in state:
         required.append(("null_class",))
@@ -207,7 +210,7 @@ def _require_arguments(
 
 
 def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:
-    """UNet or EncoderUNet, with a candidate for every possible number of blocks per level."""
+    """Class, and candidates for the arguments: one per possible number of blocks per level."""
     is_classifier = "out.2.positional_embedding" in state
     block = "middle_block.0"
     fixed: Json = {
@@ -242,9 +245,9 @@ def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
 
 
 def _infer_transformer(state: State, embed: str, head: str, blocks: str) -> tuple[Json, int]:
-    """Arguments common to U-ViT and DiT, and the number of `blocks`."""
+    """Arguments that U-ViT and DiT have in common, and the number of blocks in `blocks`."""
     width, channels, patch, _ = state[f"{embed}.weight"].shape
-    side = isqrt(state["pos_embed"].shape[1])  # U-ViT's one or two further tokens change no root
+    side = isqrt(state["pos_embed"].shape[1])  # isqrt ignores U-ViT's one or two extra tokens
     num_blocks = len({name.split(".")[1] for name in state if name.startswith(f"{blocks}.")})
     return {
         "image_size": side * patch,
@@ -288,4 +291,4 @@ KINDS: dict[str, Callable[[State, Mapping[str, Any]], tuple[NetworkClass, list[J
     "uvit": _infer_uvit,
     "dit": _infer_dit,
 }
-"""Kind of checkpoint -> function that infers the class and candidates for the arguments."""
+"""Kind of checkpoint -> function that infers the class of the network and argument candidates."""

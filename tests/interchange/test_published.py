@@ -134,7 +134,7 @@ def test_the_arguments_of_a_dit_are_found():
             "num_heads cannot be inferred from shapes: pass --net",
         ),
         ("gd_classifier", "gd", "head_channels", "A classifier has 64"),
-        ("uvit_cond", "uvit", "null_class", "the last row is for none"),
+        ("uvit_cond", "uvit", "null_class", "the last row is for no class"),
         ("uvit_uncond", "gd", "num_heads", "is not of --kind guided-diffusion: it lacks input"),
     ],
 )
