@@ -1,13 +1,13 @@
 """lit-diffusion: PyTorch Lightning modules and callbacks for training diffusion models.
 
-The names that most programs need can be imported from here. They are imported on first access, so
-that `import lit_diffusion` alone imports no torch.
+You can import the function `load` and the most used classes directly from `lit_diffusion`. The
+package imports each of them on first access, so that `import lit_diffusion` does not import torch.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the same as _NAMES, for type checkers
+if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers
     from lit_diffusion.checkpoints import load as load
     from lit_diffusion.data.digits import Digits as Digits
     from lit_diffusion.data.image_folder import ImageFolder as ImageFolder

@@ -1,4 +1,4 @@
-"""Codecs map images to x0, the space of the diffusion process, and back to images."""
+"""Codecs, which encode images as x0, the clean data of the diffusion process, and decode x0."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +11,9 @@ from lit_diffusion.protocols import Codec
 
 @dataclass(frozen=True)
 class PixelCodec:
-    """Codec that scales uint8 images to [-1, 1]. The round trip is exact for all 256 levels.
+    """Codec that scales uint8 images to [-1, 1].
+
+    Encoding and then decoding an image returns exactly the same image.
 
     Example:
         >>> levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
@@ -22,11 +24,11 @@ class PixelCodec:
     bounded: ClassVar[bool] = True
 
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
-        """The shape of the images."""
+        """Return `image_shape`, because x0 has the shape of the images."""
         return image_shape
 
     def encode(self, images: Tensor, /) -> Tensor:
-        """uint8 (B, C, H, W) -> float32 in [-1, 1]."""
+        """Scale images uint8 (B, C, H, W) to float32 in [-1, 1]."""
         if images.dtype != torch.uint8:
             raise TypeError(
                 f"images must be uint8 in [0, 255], got {images.dtype}; scale and round them."
@@ -34,15 +36,16 @@ class PixelCodec:
         return images.float() / 127.5 - 1
 
     def decode(self, x0: Tensor, /) -> Tensor:
-        """x0 -> uint8 (B, C, H, W), rounded to the nearest level and clamped to [0, 255]."""
+        """Scale x0 to images uint8 (B, C, H, W), rounded to the nearest integer and clamped."""
         return (x0 * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
-    """Encode images for a training step, with the codec's `encode_for_training` if it has one.
+    """Encode images with `codec.encode_for_training` if the codec has it, else with `codec.encode`.
 
     Args:
-        codec: the codec. A VAE has `encode_for_training`, which draws a random latent.
+        codec: codec of the module. A `VAECodec` has `encode_for_training`, which draws each latent
+            from the posterior. Its `encode` uses the mean of the posterior.
         images: uint8 (B, C, H, W).
 
     Returns:

@@ -4,9 +4,10 @@
     Words         ids (B, length) int64, -1 where there is no word
     Embeddings    (values (B, ..., D), present (B, ...) bool): tokens with their mask, or vectors
 
-A condition has one row per image. Each kind of condition has a value for "no condition", the null
-condition. Training replaces some conditions with the null condition, and classifier-free guidance
-compares with it. Only the network interprets the values.
+A condition has one row per image. Each kind of condition has a value that means "no condition": the
+null condition. Classifier-free guidance needs predictions with the null condition. Therefore,
+training replaces the conditions of randomly chosen images with the null condition (label dropout).
+The classes here only prepare conditions, and the network embeds them.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from lit_diffusion.seeding import classes_of
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """Class labels 0, ..., num_classes - 1, as (B,) int64. The label -1 means no class.
+    """Class labels from 0 to num_classes - 1, as (B,) int64. The label -1 means no class.
 
     Args:
         num_classes: number of classes.
@@ -41,18 +42,18 @@ class ClassLabels:
         return by_part(lambda labels: labels.masked_fill(where, -1), condition)
 
     def null(self, like: Condition, /) -> Condition:
-        """Labels of -1 for all images."""
+        """Return a label of -1 for each image."""
         return by_part(lambda labels: torch.full_like(labels, -1), like)
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """The seed modulo `num_classes`."""
+        """Return labels (N,). The label of each sample is its seed modulo `num_classes`."""
         return torch.tensor(classes_of(seeds, self.num_classes))
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError unless these are `num` valid labels.
+        """Raise ValueError unless `condition` has `num` valid labels.
 
-        On a GPU, an invalid label would cause an assertion, after which the process cannot use the
-        GPU.
+        Without this check, an invalid label on a GPU would fail an assertion in a CUDA kernel.
+        After that, the process could no longer use the GPU.
         """
         if not isinstance(condition, Tensor):
             raise ValueError(f"labels must be one tensor ({num},), got {type(condition).__name__}.")
@@ -75,11 +76,12 @@ class Words:
     Args:
         vocabulary: the words, in lower case. Word i has the id i.
         length: maximum number of words in a text.
-        texts: default texts of samples, assigned to seeds in turn. Without texts, samples are
-            unconditional by default.
+        texts: default texts of samples. The sample of seed s gets the text `s % len(texts)`.
+            Without texts, samples are unconditional by default.
 
     Raises:
-        ValueError: if the vocabulary is invalid, or a text has words that are not in it.
+        ValueError: if the vocabulary is empty, or if an entry of it is repeated or is not a single
+            word in lower case. Also if a text has an unknown word or too many words.
 
     Example:
         >>> words = Words(("big", "small", "cat"), length=3)
@@ -98,18 +100,18 @@ class Words:
         if invalid or not self.vocabulary:
             raise ValueError(
                 "vocabulary must be different words in lower case, without spaces, got "
-                f"{invalid or 'none'}: change these words."
+                f"{invalid or 'no words'}: change them."
             )
         for text in self.texts:
             self.encode(text)
 
     @property
     def num_words(self) -> int:
-        """Size of the vocabulary. The network's `num_words` must be equal to it."""
+        """Size of the vocabulary. The argument `num_words` of the network must have this value."""
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """(length,) int64 word ids of a text, padded with -1."""
+        """Convert a text to word ids (length,) int64, padded with -1."""
         words = text.lower().split()
         if len(words) > self.length:
             raise ValueError(
@@ -121,26 +123,27 @@ class Words:
                 (nearest,) = get_close_matches(word, self.vocabulary, n=1, cutoff=0)
                 listed = ", ".join(self.vocabulary[:50]) + ", ..." * (len(self.vocabulary) > 50)
                 raise ValueError(
-                    f"{word!r} is not in the vocabulary; the nearest is {nearest!r}, of {listed}."
+                    f"{word!r} is not in the vocabulary; the nearest word is {nearest!r}. The "
+                    f"words are: {listed}."
                 )
         ids = [self.vocabulary.index(word) for word in words]
         return torch.tensor(ids + [-1] * (self.length - len(ids)))
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """Replace the ids with -1, which means no words, where `where` (B,) is True."""
+        """Replace all ids of a text with -1 (no words) where `where` (B,) is True."""
         return by_part(lambda ids: ids.masked_fill(where[:, None], -1), condition)
 
     def null(self, like: Condition, /) -> Condition:
-        """Ids of -1 in every row, which means no words."""
+        """Return ids that are all -1 (no words)."""
         return by_part(lambda ids: torch.full_like(ids, -1), like)
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Word ids of the default text whose index is the seed modulo the number of texts."""
+        """Return the word ids of the default texts. The sample of seed s gets `s % len(texts)`."""
         rows = torch.stack([self.encode(text) for text in self.texts or ("",)])
         return rows[classes_of(seeds, len(rows))]
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError unless these are word ids of `num` images."""
+        """Raise ValueError unless `condition` has valid word ids of `num` images."""
         rule = f"words must be ids ({num}, {self.length}) int64 in -1..{self.num_words - 1}"
         if not isinstance(condition, Tensor) or condition.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -156,20 +159,23 @@ class Words:
 class Embeddings:
     """Embeddings and their mask: (values (B, *shape), present (B, *shape[:-1]) bool).
 
-    Use the shape (L, D) for L tokens per image, and the shape (D,) for one vector per image. A
-    dropped embedding is replaced with `null_embedding`. Without a `null_embedding`, a dropped
-    embedding is masked out, and the network uses its learned null embedding.
+    Use `shape=(L, D)` for L tokens per image, and `shape=(D,)` for one vector per image. The mask
+    `present` is False for tokens or vectors that do not exist. `drop` replaces the embedding of an
+    image with `null_embedding`. If `null_embedding` is None, `drop` sets `present` to False, and
+    the network uses its own learned null embedding for this image.
 
     Args:
         shape: shape of the values for one image.
-        examples: (values (N, *shape), present (N, *shape[:-1])), the default conditions of samples,
-            assigned to seeds in turn. Without examples, samples are unconditional by default.
+        examples: (values (N, *shape), present (N, *shape[:-1])), the default conditions of samples.
+            The sample of seed s gets row `s % N`. Without examples, samples are unconditional by
+            default.
         null_embedding: (values (*shape), present (*shape[:-1])) of the null condition, such as
             Stable Diffusion's embedding of the empty text. None uses the network's learned null
             embedding.
 
     Raises:
-        ValueError: if examples or null_embedding have a different shape or an unsupported dtype.
+        ValueError: if the tensors in `examples` or `null_embedding` do not have the shapes above,
+            if their values are not floating-point, or if their masks are not bool.
 
     Example:
         >>> vectors, present = Embeddings((3,)).for_seeds(range(2))
@@ -189,7 +195,7 @@ class Embeddings:
             self._check_pair("null_embedding", tuple(part[None] for part in self.null_embedding), 1)
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """The null condition where `where` (B,) is True."""
+        """Replace the condition with the null condition where `where` (B,) is True."""
         values, present = cast(tuple[Tensor, Tensor], condition)
         rows = where.view(-1, *[1] * (present.ndim - 1))
         if self.null_embedding is None:
@@ -199,12 +205,12 @@ class Embeddings:
         return values, torch.where(rows, null_present, present)
 
     def null(self, like: Condition, /) -> Condition:
-        """The null condition for every image."""
+        """Return the null condition for every image."""
         present = cast(tuple[Tensor, Tensor], like)[1]
         return self.drop(like, present.new_ones(len(present)))
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """The example whose index is the seed modulo N. Without examples, the null condition."""
+        """Return example `s % N` for each seed s, or the null condition without examples."""
         if self.examples is not None:
             indices = classes_of(seeds, len(self.examples[0]))
             return by_part(lambda rows: rows[indices], self.examples)
@@ -212,7 +218,7 @@ class Embeddings:
         return self.null((values, torch.zeros(values.shape[:-1], dtype=torch.bool)))
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError unless these are embeddings of `num` images."""
+        """Raise ValueError unless `condition` has valid embeddings of `num` images."""
         self._check_pair("embeddings", condition, num)
 
     def _check_pair(self, name: str, condition: Condition, num: int) -> None:
@@ -223,7 +229,7 @@ class Embeddings:
             if shapes_match and values.is_floating_point() and present.dtype == torch.bool:
                 return
         raise ValueError(
-            f"{name} must be a pair (values {shape} float, there {shape[:-1]} bool), got "
+            f"{name} must be a pair (values {shape} float, present {shape[:-1]} bool), got "
             f"{describe_condition(condition)}: change them, or shape={self.shape}."
         )
 
@@ -231,19 +237,19 @@ class Embeddings:
 def condition_for(
     seeds: Sequence[int], labels: Condition, conditioning: Conditioning | None
 ) -> Condition:
-    """Validate the condition of the samples with these seeds, or return their default condition.
+    """Check and return the condition of samples, or return the default condition of their seeds.
 
     Args:
         seeds: one integer per sample.
-        labels: condition of the samples; None uses the default condition of each seed.
-        conditioning: kind of condition of the model. None means an unconditional model, whose
-            labels can only be None or -1.
+        labels: condition of the samples. None uses the default condition of each seed.
+        conditioning: kind of condition that the model takes. None means that the model is
+            unconditional. Then `labels` must be None, or a tensor of -1.
 
     Returns:
-        The condition; None for an unconditional model.
+        The condition. None for an unconditional model.
 
     Raises:
-        ValueError: if labels are not a valid condition, or if there are no seeds.
+        ValueError: if `labels` is not a valid condition, or if there are no seeds.
 
     Example:
         >>> condition_for([3], torch.tensor([-1]), None) is None

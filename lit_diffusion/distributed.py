@@ -1,6 +1,7 @@
-"""Communication between the processes of a distributed run; a single process is rank 0 of 1.
+"""Communication between the ranks of a distributed run.
 
-All functions except `rank_and_world_size` are collective: every rank must call them.
+`call_on_rank_zero` and `all_gather_objects` are collective: every rank must call them. A process
+that does not use torch.distributed counts as rank 0 of 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank of this process, and the number of processes.
+    """Return the rank of this process, and the number of processes.
 
     Example:
         >>> rank_and_world_size()
@@ -25,7 +26,10 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def call_on_rank_zero(function: Callable[[], T]) -> T:
-    """Call a function on rank 0; every rank returns its result or raises its exception.
+    """Call a function on rank 0 only, and send the outcome to all ranks.
+
+    Every rank returns the result of the function. If the function raises an exception, every rank
+    raises it.
 
     Example:
         >>> call_on_rank_zero(lambda: 2 + 3)
@@ -38,7 +42,7 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
     if rank == 0:
         try:
             outcome[0] = function()
-        except Exception as error:  # the other ranks wait for the broadcast
+        except Exception as error:  # sent below, because the other ranks wait for the broadcast
             outcome[1] = error
     torch.distributed.broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -47,7 +51,7 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Gather one value from each process, in the order of ranks.
+    """Return the values that all ranks pass, in the order of ranks.
 
     Example:
         >>> all_gather_objects("loss")
@@ -63,13 +67,14 @@ def all_gather_objects(value: T) -> list[T]:
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Compute the L2 norm over all entries of all tensors.
 
-    A DTensor (FSDP2) counts as the whole tensor. The call is collective if there is one.
+    DTensors, as FSDP2 uses, count with the entries on all ranks. If one of the tensors is a
+    DTensor, every rank must call this function. Without DTensors, the ranks do not communicate.
 
     Args:
         tensors: tensors of any shapes.
 
     Returns:
-        (), float32 or wider.
+        The norm (), in float32, or in a wider dtype if one of the tensors has a wider dtype.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])

@@ -1,11 +1,12 @@
 """Power-function averages of weights, and their post-hoc reconstruction from a few snapshots.
 
-At step t, the average multiplies the parameters of each step tau in [0, t] by the profile
+At step t, the average is the integral of `p(tau) * parameters(tau)` over the steps tau in [0, t].
+The weight of each step is given by the profile
 
     p(tau) = (gamma + 1) * tau**gamma / t**(gamma + 1).
 
-Users set gamma through the relative width of the profile. The relative width is the standard
-deviation of tau under p, divided by t.
+Users choose the relative width of the profile, from which gamma is computed. The relative width is
+the standard deviation of tau under the density p, divided by t.
 """
 
 from collections.abc import Sequence
@@ -15,14 +16,14 @@ import torch
 from torch import Tensor
 
 LARGEST_WIDTH = 1 / sqrt(12)
-"""Relative width of the uniform profile, gamma = 0."""
+"""Relative width of the uniform profile, which has gamma = 0."""
 
 
 def exponent(width: float) -> float:
     """Compute the exponent gamma of the profile with the given relative width.
 
     Raises:
-        ValueError: unless `0 < width < 12**(-1/2) = 0.289`.
+        ValueError: unless `0 < width < 12**(-1/2)`, which is about 0.289.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), appendix C.1. The relation is
     `width**2 = (gamma + 1) / ((gamma + 2)**2 * (gamma + 3))`.
@@ -58,28 +59,28 @@ def power_decay(gamma: float, step: int) -> float:
 def coefficients(
     steps: Sequence[float], gammas: Sequence[float], step: float, gamma: float
 ) -> tuple[Tensor, float]:
-    """Compute the factors that combine snapshots into an average, and the error of the result.
+    """Compute the factors that combine saved averages into the average with another profile.
 
-    Let `p_i` be the profiles of the snapshots and `p` the target profile. The factors `x_i`
-    minimize the L2 norm `|sum_i x_i * p_i - p|` over time, subject to `sum_i x_i = 1`. The
-    constraint is imposed with a Lagrange multiplier.
+    A snapshot is a saved average of the weights. Let `p_i` be the profile of snapshot i and `p` the
+    target profile, both as functions of time. The factors `x_i` minimize the L2 norm
+    `|sum_i x_i * p_i - p|`, subject to `sum_i x_i = 1`.
 
     Args:
-        steps: (N,) steps of the snapshots.
-        gammas: (N,) exponents of the snapshots.
-        step: step of the target average, > 0 and not after the last snapshot.
-        gamma: exponent of the target average.
+        steps: (N,) optimizer steps at which the snapshots were saved.
+        gammas: (N,) exponents of the snapshots' profiles.
+        step: optimizer step of the target average, > 0 and not after the last snapshot.
+        gamma: exponent of the target profile.
 
     Returns:
         The factors, (N,) float64, and the relative error `|sum_i x_i * p_i - p| / |p|`. The error
-        is 0 if `p` is one of the `p_i`. For comparison, a profile whose width differs by an eighth
-        has an error of about 0.1.
+        is 0 if `p` is one of the `p_i`. For comparison, the error is about 0.1 if there is a single
+        snapshot with a relative width that is an eighth larger or smaller than the target's.
 
     Raises:
         ValueError: if there are no snapshots, or if `step` is after the last one.
 
-    Source: Karras et al. 2024 (EDM2), section 3.2 and appendix C.2; the formulas were derived
-    independently.
+    Source: Karras et al. 2024 (EDM2), section 3.2 and appendix C.2. The formulas were derived
+    independently of the authors' code.
 
     Example:
         >>> factors, distance = coefficients([10, 20], [7.0, 7.0], 20, 7.0)
@@ -97,14 +98,14 @@ def coefficients(
     system = torch.ones(len(t) + 1, len(t) + 1, dtype=torch.float64)
     system[:-1, :-1], system[-1, -1] = gram, 0
     rhs = torch.cat([target, one[None]])[:, None]
-    # Neighbouring snapshots are nearly equal, so the matrix is nearly singular.
+    # Neighboring snapshots are nearly equal, so the matrix is nearly singular.
     factors = torch.linalg.lstsq(system, rhs, rcond=1e-15, driver="gelsd").solution[:-1, 0]
     error = 1 + (factors @ gram @ factors - 2 * factors @ target) / _inner(one, goal, one, goal)
     return factors, float(error.clamp(min=0).sqrt())
 
 
 def _inner(t_a: Tensor, gamma_a: Tensor, t_b: Tensor, gamma_b: Tensor) -> Tensor:
-    """Integral over time of the product of two profiles."""
+    """Compute the integral over time of the product of two profiles."""
     ratio = (t_a / t_b) ** torch.where(t_a < t_b, gamma_b, -gamma_a)
     scale = (gamma_a + gamma_b + 1) * torch.maximum(t_a, t_b)
     product: Tensor = (gamma_a + 1) * (gamma_b + 1) * ratio / scale

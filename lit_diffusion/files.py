@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Image formats that may be read. Pillow detects the format from the content of a file, and runs
-Ghostscript for some of its other formats."""
+"""Formats that `open_image` accepts. Pillow detects the format from the content of a file, not from
+its name. Other formats are excluded because Pillow runs Ghostscript to read some of them."""
 
 IMAGE_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
-"""Pillow's mode for each number of channels."""
+"""Pillow's name of the image mode for each number of channels."""
 
 _KINDS = {
     stat.S_IFDIR: "folder",
@@ -35,7 +35,10 @@ _KINDS = {
 
 
 def user_cache() -> Path:
-    """Folder for cached results: $XDG_CACHE_HOME/lit-diffusion, or ~/.cache/lit-diffusion.
+    """Return the folder for cached results.
+
+    The folder is `$XDG_CACHE_HOME/lit-diffusion`, or `~/.cache/lit-diffusion` if the variable is
+    not set.
 
     Example:
         >>> user_cache().name
@@ -46,19 +49,21 @@ def user_cache() -> Path:
 
 @contextmanager
 def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
-    """Context that yields a temporary binary file and renames it to `path` at the end.
+    """Context that yields a temporary binary file, and renames it to `path` at the end.
 
-    After any exception the old file at `path` is intact and the temporary file is removed. Each
-    write first removes temporary files that killed processes have left.
+    If the context raises an exception, the old file at `path` is unchanged, and the temporary file
+    is removed. If the process is killed, the temporary file remains. The next `atomic_write` to the
+    same path removes it.
 
     Args:
         path: file to write or replace.
-        shared: whether several processes may write this file at the same time. Each process then
-            uses a temporary file of its own, locked until it is renamed. Otherwise all writes use
-            the same temporary name.
+        shared: whether several processes may write this file at the same time. If True, each
+            process locks a temporary file with a unique name. If False, the temporary file of
+            `path` always has the same name.
 
     Raises:
-        OSError: if the file cannot be written, for example on a full disk. It names `path`.
+        OSError: if the file cannot be written, for example because the disk is full. The error
+            names `path`.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -73,10 +78,10 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
     try:
         if shared:
             _remove_leftovers(path)
-        temporary.unlink(missing_ok=True)  # a leftover of a crash, or a link that others placed
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link that others placed
         with temporary.open("x+b") as file:
             if shared:
-                with suppress(OSError):  # a file system without locks
+                with suppress(OSError):  # some file systems do not support locks
                     fcntl.flock(file, fcntl.LOCK_EX)
             yield file
             file.flush()
@@ -85,7 +90,7 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
     except OSError as error:
         if error.filename is not None:
             raise
-        # Errors of writes do not name the file, and errors of image encoders have no number.
+        # Errors of writes do not name the file, and errors of image encoders have no errno.
         number, reason = error.errno or errno.EIO, error.strerror or str(error)
         raise OSError(number, reason, str(path)) from error
     finally:
@@ -95,16 +100,19 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Delete temporary files of `path` that no process has locked; a killed process has no lock."""
+    """Delete the temporary files of `path` that no process has locked.
+
+    The operating system releases the locks of a process that is killed.
+    """
     for leftover in path.parent.glob(f".{escape(path.name)}.*part"):
         with suppress(OSError, ValueError), check_regular(leftover).open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - leftover.stat().st_mtime > 1:  # a newer one may not be locked yet
+            if time.time() - leftover.stat().st_mtime > 1:  # a newer file may not be locked yet
                 leftover.unlink()
 
 
 def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None:
-    """Write text as UTF-8 with `atomic_write`, which describes `shared`.
+    """Write text as UTF-8 with `atomic_write`. Its docstring describes the arguments.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -118,13 +126,15 @@ def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file or folder to `target`, and replace a file or checkpoint folder that is there.
+    """Rename `source` to `target`, which may be an existing file or checkpoint folder.
 
-    No file system replaces a folder in one operation. Therefore the old folder is renamed first. If
-    the process is killed before `source` is renamed, `path_after_replace` returns the old folder.
+    `os.replace` cannot replace a folder that has content. Therefore, an old checkpoint folder at
+    `target` is first renamed. Then, `source` is renamed to `target`, and the old folder is deleted.
+    If the process is killed between the two renames, `path_after_replace` returns the old folder.
 
     Raises:
-        OSError: if `target` is a folder that is no checkpoint. The folder is not changed.
+        OSError: if `target` is a folder with content that is not a checkpoint. The folder remains
+            unchanged.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -143,35 +153,37 @@ def replace(source: Path, target: Path) -> None:
 
 
 def path_after_replace(path: Path) -> Path:
-    """`path`, or the old folder of `path` if `replace` was killed between its two operations."""
+    """Return `path`, or the renamed old checkpoint if `replace` was killed between its renames."""
     return path if path.exists() or not is_checkpoint(_set_aside(path)) else _set_aside(path)
 
 
 def _set_aside(path: Path) -> Path:
+    """Return the name that `replace` gives to an old checkpoint before it deletes it."""
     return path.with_name(f".{path.name}.old")
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with its content; do nothing if there is neither."""
+    """Delete a file, or a folder with its content. Do nothing if `path` does not exist."""
     if path.is_dir() and not path.is_symlink():
-        (path / ".metadata").unlink(missing_ok=True)  # first, so that a kill leaves no checkpoint
+        # First, so that a folder that is only partly deleted does not count as a checkpoint.
+        (path / ".metadata").unlink(missing_ok=True)
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether `path` is a folder with a complete checkpoint, written in parts by several ranks."""
+    """Whether `path` is a folder with a complete sharded checkpoint, one part from each rank."""
     return (path / ".metadata").is_file()
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a file or the folder of a checkpoint."""
+    """Whether `path` is a file, or a folder with a complete sharded checkpoint."""
     return path.is_file() or is_checkpoint_folder(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's directory entries to the disk, so that renames survive a power cut."""
+    """Flush the directory entries of a folder to the disk, so that renames survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -182,8 +194,8 @@ def sync_folder(folder: Path) -> None:
 def check_regular(path: str | Path) -> Path:
     """Check that `path` is a regular file, or a link to one, and return it.
 
-    Call this before you open a path that comes from a user or from a file. Reading a pipe would
-    wait for a writer, and reading a device may never end.
+    Call this function before you open a path from a command line or from another file. Reading a
+    pipe would wait for a writer, and reading a device may never end.
 
     Raises:
         FileNotFoundError: if the path does not exist.
@@ -196,21 +208,24 @@ def check_regular(path: str | Path) -> Path:
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "special file")
-        raise ValueError(f"{path} is no regular file, but a {kind}; put the file itself there.")
+        raise ValueError(f"{path} is not a regular file, but a {kind}; put the file itself there.")
     return Path(path)
 
 
 def check_option_values(options: Iterable[str]) -> None:
-    """Check that no option NAME=VALUE, or VALUE alone, is the path of a pipe, socket or device.
+    """Check that no value of a command-line option is the path of a pipe, socket or device.
 
-    jsonargparse would read it: if an option expects a class, jsonargparse opens each value that is
-    an existing path, except folders.
+    If an option expects a class, jsonargparse takes a value that is the path of an existing file
+    for a config, and opens it. It would also open pipes, sockets and devices.
+
+    Args:
+        options: arguments of the command line: `--NAME=VALUE`, or `--NAME` and then `VALUE`.
 
     Raises:
-        ValueError: if a value is such a path. The message has the path.
+        ValueError: if a value is the path of a pipe, socket or device. The message names the path.
 
     Example:
-        >>> check_option_values(["trainer.max_steps=10", "model.network=UNet"])
+        >>> check_option_values(["--trainer.max_steps=10", "--model.network", "UNet"])
     """
     for option in options:
         value = option.partition("=")[2] if option.startswith("--") else option
@@ -222,21 +237,21 @@ def check_option_values(options: Iterable[str]) -> None:
 def checked_read(
     path: str | Path, content: str, fix: str = "copy or write it again, or name another file"
 ) -> Iterator[Path]:
-    """Context for reading a file that may be damaged; yields its path.
+    """Context for reading a file that may be damaged. It yields the path of the file.
 
-    Any error inside the context is raised as a ValueError that says that the file is damaged.
-    Decoders of damaged files raise errors of many types. MemoryError is one of them, if the file
-    asks for more memory than there is.
+    If a file is damaged, its decoder may raise an exception of almost any type, even a MemoryError.
+    Therefore, any exception inside the context, except PermissionError, is raised again as a
+    ValueError that says that the file is damaged.
 
     Args:
         path: file to read.
-        content: what the file should be, for the message.
-        fix: advice for the message.
+        content: kind of file that is expected, such as "YAML", for the error message.
+        fix: advice at the end of the error message.
 
     Raises:
-        OSError: if the file is missing or may not be read.
-        ValueError: if the file is damaged, or no regular file. The message has the path and the
-            reason.
+        OSError: if the file does not exist, or if reading it is not permitted.
+        ValueError: if the file is damaged, or if it is not a regular file. The message has the path
+            and the reason.
 
     Example:
         >>> with checked_read(__file__, "Python file") as path:
@@ -257,16 +272,17 @@ def checked_read(
 
 
 def check_archive(file: Path | BytesIO) -> None:
-    """Check the checksums and the unpacked size of a file that `torch.save` has written.
+    """Check the checksums and the unpacked size of a zip archive that `torch.save` has written.
 
-    The whole file is read, about as fast as the disk allows. Files of other formats are accepted.
+    The function reads the whole file, at about the speed of the disk. If the file is not a zip
+    archive, the function does nothing.
 
     Args:
         file: path of the file, or its content.
 
     Raises:
         ValueError, zipfile.BadZipFile: if the file is damaged. The message has the reason, but not
-            the name of the file.
+            the path of the file.
 
     Example:
         >>> content = BytesIO()
@@ -282,27 +298,27 @@ def check_archive(file: Path | BytesIO) -> None:
         is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
         if not is_stored or unpacked_size > size:
             raise ValueError(
-                f"it would unpack to {unpacked_size:,} bytes: torch.save compresses nothing"
+                f"it would unpack to {unpacked_size:,} bytes, but torch.save does not compress"
             )
         for member in members:
             if member.external_attr & 0x10:  # torch.load would read no bytes and raise no error
                 raise ValueError(f"{member.filename} is marked as a folder")
         if (broken := archive.testzip()) is not None:
             raise ValueError(
-                f"the checksum of {broken} is wrong, or was left out by "
+                f"the checksum of {broken} is wrong, or it is missing because of "
                 "torch.serialization.set_crc32_options(False); in that case, save it with True"
             )
 
 
 def open_image(source: Path | BytesIO) -> "Image":
-    """Open an image in one of the formats `IMAGE_FORMATS`; reads only its header.
+    """Open an image in one of the formats `IMAGE_FORMATS`. This reads only the header of the file.
 
     Args:
         source: path of the file, or its content.
 
     Raises:
         ValueError: if `source` is the path of a folder, pipe or device.
-        OSError: if the content has another format.
+        OSError: if the content is not an image in one of these formats.
 
     Example:
         >>> open_image("cat.png").size  # doctest: +SKIP

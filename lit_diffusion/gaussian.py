@@ -1,6 +1,8 @@
-"""Gaussian identities for losses and solvers, in float64 until they are applied to images.
+"""Posteriors, variances and likelihoods of the Gaussians in losses and solvers.
 
-Notation: `x_t = alpha_t * x0 + sigma_t * noise`, and s is a less noisy time than t.
+Coefficients are computed in float64 and cast to the dtype of the images when they are used.
+
+Notation: `x_t = alpha_t * x0 + sigma_t * noise`. The time s is less noisy than the time t.
 """
 
 import math
@@ -17,7 +19,7 @@ NATS_TO_BITS = 1 / math.log(2)
 
 
 def expand_as(value: Tensor, images: Tensor) -> Tensor:
-    """Give scales the dtype, device and number of dimensions of images, for broadcasting.
+    """Convert a scale per image to a tensor that broadcasts against the images.
 
     Args:
         value: (B,) or ().
@@ -30,24 +32,25 @@ def expand_as(value: Tensor, images: Tensor) -> Tensor:
         >>> expand_as(torch.ones(2).double(), torch.zeros(2, 3, 8, 8)).shape
         torch.Size([2, 1, 1, 1])
     """
-    from_cpu = value.device.type == "cpu"  # the only direction that is safe without waiting
+    from_cpu = value.device.type == "cpu"  # a copy to the CPU must wait for the values
     value = value.to(device=images.device, dtype=images.dtype, non_blocking=from_cpu)
     return value.reshape(-1, *[1] * (images.ndim - 1))
 
 
 class Posterior(NamedTuple):
-    """Posteriors `q(x_s | x_t, x0) = N(x0_coef * x0 + xt_coef * x_t, variance)` of steps t to s.
+    """Posteriors `q(x_s | x_t, x0) = N(x0_coef * x0 + xt_coef * x_t, variance)` for pairs (t, s).
 
-    All entries are float64, with one element per pair (t, s).
+    All entries are float64, with one element per pair (t, s), except that `last` is bool.
 
     Attributes:
-        x0_coef: weight of x0 in the mean.
-        xt_coef: weight of x_t in the mean.
-        variance: posterior variance; 0 if s is the clean time.
-        log_variance: logarithm of the variance. In the step to the clean time, the logarithm would
-            be log 0. This step therefore has the value of the previous step, as in
+        x0_coef: factor on x0 in the mean.
+        xt_coef: factor on x_t in the mean.
+        variance: variance of the posterior. If s is the clean time, the variance is 0.
+        log_variance: logarithm of the variance. If s is the clean time, the logarithm would be
+            infinite. Therefore, this element repeats the value of the step before it, as in
             improved-diffusion's `posterior_log_variance_clipped`.
-        log_beta: log of the variance of `q(x_t | x_s)`, the upper bound on the reverse variance.
+        log_beta: logarithm of the variance of `q(x_t | x_s)`, which is an upper bound on the
+            variance of a reverse step.
         last: whether s is the clean time.
 
     Example:
@@ -65,21 +68,21 @@ class Posterior(NamedTuple):
     last: Tensor
 
     def at(self, index: int | Tensor) -> "Posterior":
-        """The entries at `index`."""
+        """Return the posteriors at `index`."""
         return Posterior(*(entry[index] for entry in self))
 
 
 def posterior(process: Process, times: Tensor) -> Posterior:
-    """Compute the posterior of every step down a grid of times.
+    """Compute the posteriors of the steps between consecutive times of a grid.
 
     Args:
         process: the forward process.
-        times: (N + 1,) float64, in decreasing order. The last is the clean time.
+        times: (N + 1,) float64, in decreasing order. The last time is the clean time.
 
     Returns:
         N posteriors. Element i is for the step from times[i] to times[i + 1].
 
-    Source: Ho et al. 2020 (DDPM), Eq. 6-7, written for any two times as in Kingma et al. 2021
+    Source: Ho et al. 2020 (DDPM), Eq. 6-7, generalized to any two times as in Kingma et al. 2021
     (VDM), appendix A.
 
     Example:
@@ -109,15 +112,15 @@ _tables_of: dict[int, dict[torch.device, Tensor]] = {}  # by id of the process, 
 
 
 def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float64) -> Posterior:
-    """Look up the posteriors of the steps from integer times t to t - 1 of a discrete process.
+    """Look up the posteriors of a discrete process for steps from t to t - 1.
 
-    For each process and device, a float64 table is computed once. Each call reads it with one
-    gather.
+    The first call for a process and a device computes a float64 table of all steps. All calls read
+    the posteriors from this table.
 
     Args:
         process: a process in discrete steps.
-        t: (B,) integer times, of any dtype.
-        dtype: dtype of the result.
+        t: (B,) integers from 0 to T - 1, in any dtype.
+        dtype: dtype of the posteriors.
 
     Example:
         >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
@@ -129,9 +132,9 @@ def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float
 
 
 def step_table(process: Process, device: torch.device) -> Tensor:
-    """Table of the posteriors of a discrete process: (6, T) float64.
+    """Return the posteriors of all T steps of a discrete process, as a table (6, T) float64.
 
-    Row i is the i-th entry of `Posterior`. Column t is the step from t to t - 1.
+    Row i is the i-th attribute of `Posterior`. Column t is for the step from t to t - 1.
     """
     if id(process) not in _tables_of:
         _tables_of[id(process)] = {}
@@ -141,14 +144,14 @@ def step_table(process: Process, device: torch.device) -> Tensor:
         assert process.num_steps is not None
         times = torch.arange(process.num_steps - 1, -2, -1, device=device, dtype=torch.float64)
         table = torch.stack([entry.double() for entry in posterior(process, times)]).flip(1)
-        if type(table) is Tensor:  # not a fake tensor, as torch.compile uses them
+        if type(table) is Tensor:  # fake tensors of torch.compile must not be stored
             tables[device] = table
     return table
 
 
 @dataclass(frozen=True)
 class FixedSmall:
-    """Posterior variance for reverse steps, which is optimal if all data are one point.
+    """Reverse steps with the posterior variance, which is optimal if the data are a single point.
 
     Source: Ho et al. 2020 (DDPM), section 3.2.
 
@@ -163,17 +166,17 @@ class FixedSmall:
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
     ) -> Tensor:
-        """log_posterior."""
+        """Return `log_posterior`."""
         return log_posterior
 
 
 @dataclass(frozen=True)
 class FixedLarge:
-    """Variance beta for reverse steps, which is optimal for standard normal data.
+    """Reverse steps with the variance beta of `q(x_t | x_s)`, optimal for standard normal data.
 
-    The step to the clean image uses the posterior variance of the previous step.
+    The step to the clean image uses `Posterior.log_variance` instead, as in improved-diffusion.
 
-    Source: Ho et al. 2020 (DDPM), section 3.2. The last step follows improved-diffusion.
+    Source: Ho et al. 2020 (DDPM), section 3.2; Nichol & Dhariwal 2021 (improved-diffusion).
 
     Example:
         >>> log_beta, log_posterior = torch.tensor(-4.0), torch.tensor(-5.0)
@@ -186,16 +189,16 @@ class FixedLarge:
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
     ) -> Tensor:
-        """log_beta, or log_posterior where `last` is True."""
+        """Return `log_beta`, or `log_posterior` where `last` is True."""
         return torch.where(last, log_posterior, log_beta)
 
 
 @dataclass(frozen=True)
 class LearnedRange:
-    """Learned variance of reverse steps, between the posterior variance and beta.
+    """Reverse steps with a learned variance between the posterior variance and beta.
 
-    The network outputs a fraction, which interpolates between the logarithms of the two variances.
-    Fractions outside [0, 1] extrapolate.
+    The log-variance is `frac * log_beta + (1 - frac) * log_posterior`, where the network outputs
+    `frac` for each value of the image. The network may output fractions outside [0, 1].
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15.
 
@@ -211,7 +214,7 @@ class LearnedRange:
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
     ) -> Tensor:
-        """Interpolation from log_posterior at frac = 0 to log_beta at frac = 1."""
+        """Interpolate linearly from `log_posterior` at frac = 0 to `log_beta` at frac = 1."""
         if frac is None:
             raise ValueError(
                 "LearnedRange needs a network that outputs a variance, and this network outputs "
@@ -234,7 +237,7 @@ def normal_kl(mean1: Tensor, logvar1: Tensor, mean2: Tensor, logvar2: Tensor) ->
 
 
 def approx_normal_cdf(x: Tensor) -> Tensor:
-    """Approximate the standard normal CDF with tanh, as in the code of DDPM and improved-diffusion.
+    """Approximate the standard normal CDF with tanh, as the code of DDPM does.
 
     Example:
         >>> approx_normal_cdf(torch.tensor([0.0, 1.0]))
@@ -246,11 +249,11 @@ def approx_normal_cdf(x: Tensor) -> Tensor:
 def discretized_log_likelihood(x: Tensor, mean: Tensor, logvar: Tensor) -> Tensor:
     """Compute the log-probability of 8-bit values under a Gaussian, in nats.
 
-    The Gaussian is integrated over the bin of each value. The outermost bins are unbounded.
-    Probabilities below 1e-12 are set to 1e-12.
+    The probability of a value is the integral of the Gaussian over the value's bin of width
+    2 / 255. The bins of -1 and 1 extend to infinity. Probabilities below 1e-12 are set to 1e-12.
 
     Args:
-        x: values in [-1, 1] on the grid of 256 levels.
+        x: 8-bit values that were scaled from [0, 255] to [-1, 1].
         mean: mean of the Gaussian, with the shape of `x`.
         logvar: log-variance of the Gaussian, with the shape of `x`.
 
@@ -277,14 +280,14 @@ def variational_term(
 ) -> Tensor:
     """Compute the term of the variational bound for one step from t to s.
 
-    The term is `KL(q(x_s | x_t, x0) || p(x_s | x_t))`. In the step to the clean time, it is
-    `-log p(x0 | x_t)`.
+    The term is `KL(q(x_s | x_t, x0) || p(x_s | x_t))`, where p is the model. If s is the clean
+    time, the term is `-log p(x0 | x_t)`.
 
     Args:
-        step: posteriors, with the shape (B,) for each entry.
+        step: posteriors, one per image. Each entry has the shape (B,).
         x0: (B, C, H, W) clean images.
         x_t: (B, C, H, W) noised images.
-        x0_hat: (B, C, H, W) the model's estimate of x0, not clipped.
+        x0_hat: (B, C, H, W) the model's estimate of x0. This function does not clip it.
         log_variance: the model's log-variance, (B, C, H, W) or broadcastable.
 
     Returns:

@@ -1,6 +1,7 @@
-"""Time grids: the times at which a solver evaluates the network.
+"""Time grids: the times between which a solver takes its steps.
 
-Each grid has (steps + 1,) float64 times of a process, from the noisiest down to `process.t_clean`.
+The method `grid` of each class returns the times (steps + 1,) float64 for a process, the noisiest
+first. The last time is `process.t_clean`, the time of the clean image.
 """
 
 import math
@@ -16,17 +17,19 @@ from lit_diffusion.timesteps import check_shift, shift_times
 
 @dataclass(frozen=True)
 class Sections:
-    """Integer times that are evenly spaced within equal sections: improved-diffusion's respacing.
+    """Integer times that are evenly spaced within sections of equal length.
 
-    The default is one section, which includes the first and the last time. A grid with a single
-    step has t = 0. With counts (10, 15, 20), the least noisy third has 10 times, the next third has
-    15, and the noisiest third has 20.
+    By default, there is one section: the grid goes from the noisiest time T - 1 to time 0, and then
+    to the clean time. A grid with a single step goes from time 0 to the clean time. With
+    `counts=(10, 15, 20)`, the times of the process are divided into three sections. The grid has 10
+    times of the least noisy section, 15 of the next one and 20 of the noisiest one.
 
     Args:
-        counts: steps of each section, the least noisy first. None means one section with all steps.
+        counts: number of times in each section, beginning with the least noisy section. Their sum
+            must equal the number of steps. None means one section with all steps.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4. Times are rounded to the nearest
-        integer, with ties to even.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4. As in its code, times are
+    rounded to the nearest integer, with ties to even.
 
     Example:
         >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
@@ -37,7 +40,7 @@ class Sections:
     counts: tuple[int, ...] | None = None
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, falling to the clean time."""
+        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
         num_steps = _discrete_steps(process, self)
         counts = (steps,) if self.counts is None else self.counts
         if sum(counts) != steps:
@@ -55,9 +58,10 @@ class Sections:
 
 @dataclass(frozen=True)
 class Stride:
-    """Every k-th integer time from 0, with the smallest k that gives `steps` times ("ddimN").
+    """Every k-th integer time from 0, where k is the smallest stride that gives `steps` times.
 
-    The noisiest time T - 1 is part of the grid only if k divides it.
+    Improved-diffusion calls this grid "ddimN". The noisiest time T - 1 is part of the grid only if
+    k divides T - 1.
 
     Source: Song et al. 2021 (DDIM), appendix D.2.
 
@@ -68,7 +72,7 @@ class Stride:
     """
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, falling to the clean time.
+        """Return times (steps + 1,) float64, the noisiest first and the clean time last.
 
         Raises:
             ValueError: if no stride gives `steps` times.
@@ -83,7 +87,7 @@ class Stride:
 
 @dataclass(frozen=True)
 class Even:
-    """Times evenly spaced in t, from the noisiest time to the clean time, for any process.
+    """Times that are evenly spaced in t, from the noisiest time to the clean time.
 
     Example:
         >>> from lit_diffusion.processes import ContinuousVP
@@ -92,20 +96,21 @@ class Even:
     """
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, falling to the clean time."""
+        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
         return torch.linspace(process.t_max, process.t_clean, steps + 1, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class LogSNR:
-    """Times evenly spaced in log SNR, from the noisiest time to the least noisy time.
+    """Times that are evenly spaced in log SNR, from the noisiest to the least noisy time.
 
-    This grid suits high-order solvers. With cosine betas, set noisiest=-10. Cosine betas end at a
-    log SNR of -20. Without this setting, a third of the steps would be below -10, where hardly any
-    signal is left.
+    This grid suits high-order solvers. With `CosineBetas`, set `noisiest=-10`. Otherwise, with 1000
+    betas, the grid would start at a log SNR of -20, and a third of the steps would be below -10,
+    where x_t has hardly any signal.
 
     Args:
-        noisiest: log SNR at which the grid starts, if the noisiest time is below it.
+        noisiest: lowest log SNR of the grid. If the log SNR of the process is never that low, the
+            grid starts at the noisiest time of the process.
 
     Raises:
         ValueError: in `grid`, if `noisiest` is not below the highest log SNR of the process.
@@ -121,7 +126,7 @@ class LogSNR:
     noisiest: float = -math.inf
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, falling to the clean time."""
+        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
         noisiest, cleanest = _log_snr_ends(process, self.noisiest).tolist()
         between = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64)
         return _append_clean_time(process.at_log_snr(between).tolist(), process)
@@ -129,13 +134,14 @@ class LogSNR:
 
 @dataclass(frozen=True)
 class Karras:
-    """Times evenly spaced in `(sigma / alpha)**(1 / rho)`, from noisiest to least noisy.
+    """Times that are evenly spaced in `(sigma / alpha)**(1 / rho)`, as in EDM.
 
     Args:
-        rho: exponent, > 0. With rho = 1, the times are evenly spaced in the noise level
-            `sigma / alpha`. With a large rho, they are almost evenly spaced in the logarithm of the
-            noise level.
-        noisiest: log SNR at which the grid starts, if the noisiest time is below it.
+        rho: number > 0. With rho = 1, the times are evenly spaced in the noise level
+            `sigma / alpha`. With a large rho, the times are almost evenly spaced in the logarithm
+            of the noise level.
+        noisiest: lowest log SNR of the grid. If the log SNR of the process is never that low, the
+            grid starts at the noisiest time of the process.
 
     Raises:
         ValueError: if rho <= 0. In `grid`, also if `noisiest` is not below the highest log SNR of
@@ -154,10 +160,10 @@ class Karras:
 
     def __post_init__(self) -> None:
         if not self.rho > 0:
-            raise ValueError(f"rho must be > 0, got {self.rho}; EDM's is 7.")
+            raise ValueError(f"rho must be > 0, got {self.rho}; EDM uses 7.")
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, falling to the clean time."""
+        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
         ends = _log_snr_ends(process, self.noisiest)
         noisiest, cleanest = (ends / (-2 * self.rho)).exp().tolist()
         levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64) ** self.rho
@@ -166,13 +172,13 @@ class Karras:
 
 @dataclass(frozen=True)
 class ShiftedGrid:
-    """Times of another grid, with each noise level sigma / alpha multiplied by `shift`.
+    """Times of another grid, with each noise level `sigma / alpha` multiplied by `shift`.
 
-    Use this grid to sample from a model that is trained with `timesteps.Shifted`.
+    Use this grid to sample from a model that was trained with `timesteps.Shifted`.
 
     Args:
         base: the grid to shift.
-        shift: factor on the noise levels, > 0. Above 1, the times are noisier.
+        shift: factor on the noise levels, > 0. A factor above 1 makes the times noisier.
 
     Raises:
         ValueError: if shift <= 0.
@@ -192,13 +198,13 @@ class ShiftedGrid:
         check_shift(self.shift)
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, falling to the clean time."""
+        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
         times = self.base.grid(process, steps)[:-1]
         return _append_clean_time(shift_times(times, self.shift, process).tolist(), process)
 
 
 def _log_snr_ends(process: Process, noisiest: float) -> Tensor:
-    """(2,) float64: log SNR of the noisiest time, at least `noisiest`, and of the least noisy."""
+    """Return the lowest log SNR of a grid, at least `noisiest`, and the highest, (2,) float64."""
     ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
     log_snr = 2 * (alpha / sigma).log()

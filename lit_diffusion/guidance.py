@@ -1,8 +1,9 @@
-"""Guidance: wrappers of a denoise function that steer samples towards their condition.
+"""Guidance: wrappers of a denoise function that make samples follow their condition more closely.
 
-The guided output is `unconditional + scale * (conditional - unconditional)`. With scale 0, the
-output is unconditional. With scale 1, it is conditional. Larger scales follow the condition more
-closely.
+The guided prediction of `ClassifierFree` is
+`unconditional + scale * (conditional - unconditional)`. With scale 0, the guided prediction is the
+unconditional prediction, and with scale 1 the conditional prediction. Larger scales make samples
+follow the condition more closely.
 """
 
 import math
@@ -27,17 +28,19 @@ class ClassifierFree:
     """Classifier-free guidance: extrapolates from the unconditional to the conditional prediction.
 
     One batched call of the network computes both predictions. If the network learns the variance,
-    guidance uses the variance of the conditional prediction. The solver clips x0 after guidance.
+    the guided variance is the conditional variance. If the solver clips x0, it clips the guided x0.
 
     Args:
         scale: factor on the difference between the predictions. With 0, samples are unconditional.
-            With 1, they are conditional. In papers that write `c + s * (c - u)`, s equals scale -
-            1.
-        interval: (low, high). Noise levels with `low < sigma / alpha <= high` are guided. Other
-            noise levels use the conditional prediction alone, at half the cost.
-        rescale: strength of rescaling, in [0, 1]. With 1, each guided x0 gets the standard
-            deviation of the conditional x0. With 0, it is unchanged. Rescaling reduces the contrast
-            that large scales add. A usual value is 0.7.
+            With 1, they are conditional, without guidance. Some papers write the guided prediction
+            as `c + s * (c - u)`, with the predictions c with and u without the condition. Their s
+            equals `scale - 1`.
+        interval: (low, high). Guidance is on at noise levels with `low < sigma / alpha <= high`. At
+            other noise levels, only the conditional prediction is computed, at half the cost.
+        rescale: strength of rescaling, in [0, 1]. With 1, each guided x0 is scaled to the standard
+            deviation of the conditional x0. With 0, it is not scaled. Large guidance scales
+            increase the contrast of images, and rescaling reduces this effect. A usual value is
+            0.7.
 
     Raises:
         ValueError: if scale is not finite, if rescale is not in [0, 1], or if not 0 <= low < high.
@@ -120,16 +123,20 @@ class ClassifierFree:
 
 @dataclass(frozen=True)
 class Autoguidance:
-    """Autoguidance: extrapolates from a weaker model to this model, away from their common errors.
+    """Autoguidance: extrapolates from the prediction of a weaker model to that of this model.
 
-    The weaker model is smaller, or is trained for fewer steps. It gets the same labels as this
-    model, so samples improve without losing diversity. You do not need label dropout in training.
+    The weaker model should make the same errors as this model, but larger ones. Then, extrapolation
+    reduces the errors. Use a smaller model, or a model that was trained for fewer steps. The weaker
+    model gets the same labels as this model. Therefore, samples improve without losing diversity,
+    and training needs no label dropout.
 
     Args:
-        weaker: the method `denoise_for` of another module with the same process, on the same
-            device.
-        scale: factor on the difference between the predictions. With 1, only this model is used.
-        interval: (low, high). Noise levels with `low < sigma / alpha <= high` are guided.
+        weaker: the method `denoise_for` of the weaker module, which must have the same process and
+            be on the same device.
+        scale: factor on the difference between the predictions. With 1, the weaker model has no
+            effect.
+        interval: (low, high). Guidance is on at noise levels with `low < sigma / alpha <= high`. At
+            other noise levels, only this model is used.
 
     Raises:
         ValueError: if scale is not finite, or if not 0 <= low < high.
@@ -171,7 +178,10 @@ def _check_scale(scale: float, interval: tuple[float, float]) -> None:
 def _guide_within(
     interval: tuple[float, float], process: Process, guided: Denoise, otherwise: Denoise
 ) -> Denoise:
-    """`guided` for noise levels in the interval, else `otherwise`. A batch has one noise level."""
+    """Use `guided` if the noise level of the batch is in the interval, else use `otherwise`.
+
+    All images of a batch must have the same noise level.
+    """
     if interval == (0, math.inf):
         return guided
 
@@ -187,14 +197,15 @@ def _guide_within(
 
 @dataclass(frozen=True)
 class ClassifierShift:
-    """Classifier guidance that shifts the mean of each step by its variance times a gradient.
+    """Classifier guidance that shifts the mean of each step by a gradient times the variance.
 
-    Use it only with the solver `DDPM`, which reads the gradient from `Denoised.shift`.
+    This class works only with `DDPM`, because no other solver reads the gradient from
+    `Denoised.shift`.
 
     Args:
         gradient: function of x_t, t and labels that returns the gradient of
-            `log p(labels | x_t)` with respect to x_t. For a trained classifier,
-            `modules.classifier` provides this function.
+            `log p(labels | x_t)` with respect to x_t, times the guidance scale. The method
+            `gradient` of `NoisyClassifier` creates this function.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 1.
 
@@ -218,18 +229,20 @@ class ClassifierShift:
 
 @dataclass(frozen=True)
 class ClassifierScore:
-    """Classifier guidance that changes the score, for any solver.
+    """Classifier guidance that adds the gradient to the score, for any solver.
 
-    The gradient is added to the score, which changes the predicted noise and x0. The change of x0
-    is `sigma**2 / alpha` times the gradient. At pure noise, alpha is 0. Therefore, modules raise an
-    error for grids that start at pure noise.
+    The predicted noise becomes `noise - sigma * gradient`, and the predicted x0 becomes
+    `x0 + sigma**2 / alpha * gradient`. At pure noise, alpha is 0, and the change of x0 would be
+    infinite. Therefore, `DiffusionModule` raises an error if the solver's grid starts at pure
+    noise.
 
     Args:
         gradient: function of x_t, t and labels that returns the gradient of
-            `log p(labels | x_t)` with respect to x_t. For a trained classifier,
-            `modules.classifier` provides this function.
+            `log p(labels | x_t)` with respect to x_t, times the guidance scale. The method
+            `gradient` of `NoisyClassifier` creates this function.
         clip: whether x0 is clamped to [-1, 1] before the gradient is added, as in guided-diffusion.
-            If True, turn off the solver's `clip`, which would clamp the guided x0 again.
+            If True, set `clip=False` in the solver, which would otherwise clamp the guided x0
+            again.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 2.
 

@@ -1,9 +1,9 @@
-"""Bits per dimension, computed with the variational bound or with the probability flow.
+"""Bits per dimension of images, from the variational bound or from the probability flow.
 
-The bound is for 8-bit images. The flow gives a density of real numbers in [-1, 1]. To use the flow
-for 8-bit images, add uniform noise to each value, within its bin of width 2 / 255. Then add
-`log2(255 / 2) = 6.994` to the bits per dimension of the flow. The sum is an upper bound on the bits
-per dimension of the image.
+`bits_per_dim` is for 8-bit images. `flow_bits_per_dim` computes a density over real numbers in
+[-1, 1]. To use it for 8-bit images, first spread each value over its bin of width 2 / 255 by adding
+uniform noise. Then add `log2(255 / 2) = 6.994` to the result. In expectation over the noise, the
+sum is an upper bound on the bits per dimension of the 8-bit image.
 """
 
 import math
@@ -19,14 +19,14 @@ from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Varia
 
 
 class BitsPerDim(NamedTuple):
-    """The variational bound and its terms.
+    """The variational bound and its terms in bits per dimension, with the errors of the model.
 
     Attributes:
-        total: (B,) sum of all terms.
-        prior: (B,) term `KL(q(x_T | x0) || p(x_T))`.
-        terms: (B, N) terms of the reverse steps, noisiest first.
-        x0_mse: (B, N) mean squared error of x0, noisiest first.
-        noise_mse: (B, N) mean squared error of the noise, noisiest first.
+        total: (B,) the bound, which is `prior` plus the sum of `terms`.
+        prior: (B,) the term `KL(q(x_T | x0) || p(x_T))`.
+        terms: (B, N) terms of the N reverse steps, in the order of sampling.
+        x0_mse: (B, N) mean squared error of the predicted x0 in each step.
+        noise_mse: (B, N) mean squared error of the predicted noise in each step.
 
     Example:
         >>> from lit_diffusion.gaussian import FixedSmall
@@ -59,16 +59,16 @@ def bits_per_dim(
     randn_like: RandnLike = torch.randn_like,
     clip: bool = True,
 ) -> BitsPerDim:
-    """Compute the variational bound on `-log2 p(x0)` per dimension, with one noise draw per term.
+    """Estimate the variational bound on `-log2 p(x0)` per dimension, with one noise draw per step.
 
     Args:
         denoise: the model.
         process: forward process. At its noisiest time, x_t should be close to the prior.
         x0: (B, C, H, W) 8-bit images in [-1, 1].
         variance: variance of the reverse steps.
-        times: grid of the reverse steps. A grid with fewer steps than the process gives a
-            different, looser bound.
-        steps: number of terms.
+        times: grid of the reverse steps. If the grid has fewer steps than the process, the result
+            is a different, looser bound.
+        steps: number of reverse steps.
         randn_like: source of noise.
         clip: whether the estimate of x0 is clamped to [-1, 1] before the model's mean is computed.
 
@@ -111,11 +111,11 @@ def _mean_square(error: Tensor) -> Tensor:
 
 
 def score(denoise: Denoise, process: Process) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the score of a model, which is the gradient of `log p(x_t)` with respect to x_t.
+    """Return the score function of a model: the gradient of `log p(x_t)` with respect to x_t.
 
     Returns:
-        A function of x_t (B, C, H, W) and t (B,) that returns `-noise / sigma`, with the shape of
-        x_t.
+        A function of x_t (B, C, H, W) and t (B,). It returns `-noise / sigma` (B, C, H, W), where
+        `noise` is the noise that the model predicts.
 
     Source: Song et al. 2021 (score SDEs), section 3.3.
 
@@ -144,31 +144,34 @@ def flow_bits_per_dim(
     probes: int | None = 1,
     randn_like: RandnLike = torch.randn_like,
 ) -> Tensor:
-    """Compute `-log2 p(x0)` per dimension with the probability flow, which maps the prior to p.
+    """Compute `-log2 p(x0)` per dimension with the probability flow ODE from the data to the prior.
 
     With `y = x_t / alpha` and `s = log(sigma / alpha)`, the flow is
-    `dy / ds = (sigma / alpha) * noise`. The derivative of `log p(y)` along the flow is minus the
-    divergence of the flow. The classical Runge-Kutta method integrates y and `log p(y)`.
+    `dy / ds = (sigma / alpha) * noise`, where `noise` is the noise that the model predicts. Along
+    the flow, the derivative of `log p(y)` is minus the divergence of the flow. The classical
+    fourth-order Runge-Kutta method integrates y and `log p(y)`.
 
     Args:
         denoise: the model, which must be differentiable.
-        process: forward process. Its least noisy time is treated as the data, and its noisiest time
-            as the prior.
+        process: forward process.
         x0: (B, C, H, W) real numbers in [-1, 1].
-        times: grid, without times of pure noise.
-        steps: number of times in the grid. The cost is `4 * (steps - 1)` function evaluations.
-        probes: number of random sign vectors v for the estimate `v^T J v` of the divergence, where
-            J is the Jacobian of the flow. None computes the exact trace of J, with one backward
-            pass per dimension.
-        randn_like: source of random numbers, of which only the signs are used.
+        times: grid without times of pure noise. The flow starts with x0 as x_t at the least noisy
+            time. At the noisiest time, x_t is assumed to have the distribution of the prior.
+        steps: number of times in the grid, without the clean time. The cost is `4 * (steps - 1)`
+            function evaluations.
+        probes: number of random vectors v of signs +-1. The mean of `v^T J v` over these vectors is
+            the estimate of the divergence, where J is the Jacobian of the flow. None computes the
+            exact trace of J, with one backward pass per dimension.
+        randn_like: source of normal random numbers, whose signs are the vectors v.
 
     Returns:
         (B,) bits per dimension.
 
     Raises:
-        ValueError: if the grid has pure noise or fewer than two times, or if probes < 1.
+        ValueError: if a time of the grid is pure noise, if `steps < 2`, or if `probes < 1`.
 
-    Source: Song et al. 2021 (score SDEs), section 4.3 and appendix D.2; Hutchinson's estimator.
+    Source: Song et al. 2021 (score SDEs), section 4.3 and appendix D.2; Hutchinson's estimator of
+    the trace.
 
     Example:
         >>> from lit_diffusion.grids import LogSNR
@@ -210,13 +213,16 @@ def flow_bits_per_dim(
 
 
 def _flow_times(process: Process, times: TimeGrid, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Noisiest time (), alpha and `log(sigma / alpha)`; each (steps,), least noisy first."""
+    """Return the noisiest time (), and alpha and `log(sigma / alpha)` at all times of the grid.
+
+    Alpha and `log(sigma / alpha)` have the shape (steps,) and begin with the least noisy time.
+    """
     grid = times.grid(process, steps)[:-1].flip(0)
     alpha, sigma = process.alpha_sigma(grid)
     if steps < 2 or not (alpha > 0).all():
         raise ValueError(
-            f"the flow needs two times or more, and none of pure noise, got {steps} of {times} on "
-            f"{process}; use LogSNR(noisiest=-12)."
+            f"the flow needs two times or more, none of them pure noise (alpha = 0), got {steps} "
+            f"times of {times} on {process}; use LogSNR(noisiest=-12)."
         )
     return grid[-1], alpha, (sigma / alpha).log()
 
@@ -229,7 +235,10 @@ def _slope_and_divergence(
     level: Tensor,
     signs: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """`level * noise`, and the trace of its Jacobian with respect to y. Exact if signs is None."""
+    """Compute `level * noise`, and the trace of its Jacobian with respect to y.
+
+    The trace is exact if `signs` is None, and else an estimate.
+    """
     with torch.enable_grad():
         y = y.detach().requires_grad_()
         batch_t = t.to(y.device).expand(len(y))
@@ -244,6 +253,6 @@ def _slope_and_divergence(
 
 
 def _basis_images(like: Tensor) -> list[Tensor]:
-    """The standard basis of images, each repeated for every row of the batch."""
+    """Return the standard basis of images. Each basis image is repeated for every row of `like`."""
     basis = torch.eye(like[0].numel(), dtype=like.dtype, device=like.device)
     return [row.view_as(like[0]).expand_as(like) for row in basis]

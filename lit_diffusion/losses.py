@@ -1,12 +1,13 @@
-"""Training objectives per sample, and weightings of the squared error.
+"""Losses of each sample, and weightings of the squared error.
 
-`DiffusionModule.per_sample_loss` multiplies the squared error of the network's output by a
-weighting. It passes the product to a loss, which may add terms.
+`DiffusionModule.per_sample_loss` multiplies the squared error of the network's output by the weight
+from a weighting. Then it passes the product to a loss, which may add terms.
 
-In every parameterization, `x0 = (terms without the output) +- output_scale * output`. Therefore, a
-weight W on `(x0 - x0_hat)**2` equals a weight `W * output_scale**2` on `(target - output)**2`.
-Docstrings state W. Only the docstring of `Simple` states the weight on the output. SNR is
-`(alpha / sigma)**2`.
+The docstrings of the weightings, except `Simple`, describe the weight W on the squared error of x0,
+because W does not depend on the parameterization. The methods `weight` return the weight on the
+squared error of the output, which is `W * output_scale**2`. The two weights are equivalent because
+every parameterization has the form `x0 = (terms without the output) +- output_scale * output`. The
+SNR is `(alpha / sigma)**2`.
 """
 
 import math
@@ -22,7 +23,7 @@ from lit_diffusion.protocols import Parameterization, Prediction, Process, Weigh
 
 @dataclass(frozen=True)
 class Simple:
-    """Weight 1 on the error of the output, for every parameterization.
+    """Weight 1 on the squared error of the network's output, for every parameterization.
 
     Source: Ho et al. 2020 (DDPM), Eq. 14.
 
@@ -43,13 +44,13 @@ class Simple:
 class MinSNR:
     """Min-SNR weighting: `W = min(SNR, gamma)`.
 
-    The weight on the output is `min(SNR, gamma) / SNR` if the network outputs noise, and
-    `min(SNR, gamma) / (SNR + 1)` if it outputs velocity.
+    On a variance-preserving process, the weight on the squared error of the output is
+    `min(SNR, gamma) / SNR` with `Epsilon`, and `min(SNR, gamma) / (SNR + 1)` with `Velocity`.
 
     Args:
         gamma: SNR above which W is constant.
-        zero_snr_weight: weight on the output at SNR = 0. There, the formula gives 0 for Sample and
-            Velocity. The authors' code uses 1.0. None uses the formula.
+        zero_snr_weight: weight on the squared error of the output at SNR = 0. None uses the
+            formula, which gives 0 with `Sample` and `Velocity`. The authors' code uses 1.0.
 
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), section 3.4.
 
@@ -75,11 +76,13 @@ class MinSNR:
 
 @dataclass(frozen=True)
 class P2:
-    """P2 weighting: `W = SNR / (k + SNR)**gamma`, which reduces the weight of nearly clean images.
+    """P2 weighting: `W = SNR / (k + SNR)**gamma`.
+
+    The divisor reduces the weight of nearly clean images, compared with `W = SNR`. With `Epsilon`,
+    `W = SNR` is the same as `Simple`.
 
     Args:
-        gamma: strength. The authors use 0.5 and 1. With gamma = 0 and `Epsilon`, P2 equals
-            `Simple`.
+        gamma: strength of the reduction. The authors use 0.5 and 1. With 0, there is no reduction.
         k: SNR around which the reduction starts.
 
     Source: Choi et al. 2022 (P2 weighting, arXiv 2204.00227), Eq. 8.
@@ -106,8 +109,8 @@ class SoftMinSNR:
     """Soft-min-SNR weighting: `W = SNR * gamma / (SNR + gamma)`, a smooth version of `MinSNR`.
 
     Args:
-        gamma: limit of W for large SNR. k-diffusion uses `1 / sigma_data**2`, with the sigma_data
-            of `EDMPreconditioning`.
+        gamma: limit of W as the SNR increases. k-diffusion uses `1 / sigma_data**2`, with the
+            sigma_data of `EDMPreconditioning`.
 
     Source: Crowson et al. 2024 (HDiT, arXiv 2401.11605), soft-min-SNR.
 
@@ -131,8 +134,8 @@ class SoftMinSNR:
 class TruncSNR:
     """Truncated SNR weighting: `W = max(SNR, 1)`.
 
-    If the SNR is above 1, the error of the noise has weight 1. If the SNR is below 1, the error of
-    x0 has weight 1.
+    If the SNR is above 1, W is the SNR, which is the same as a weight of 1 on the squared error of
+    the noise. If the SNR is below 1, the squared error of x0 has the weight 1.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
 
@@ -153,7 +156,7 @@ class TruncSNR:
 class InvSNR:
     """Inverse SNR weighting: `W = 1 / SNR`, which gives noisy images the largest weight.
 
-    The SNR of the noisiest time must be above 0.
+    The SNR of the noisiest time must be above 0, because W would be infinite at an SNR of 0.
 
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), `inv_snr` in the authors' code.
 
@@ -174,14 +177,14 @@ class InvSNR:
 class AsFlow:
     """Flow weighting: `W = ((alpha + sigma) / sigma)**2`.
 
-    With this W, the loss is the squared error of the flow velocity. Where the divisor is above
-    `floor`, every parameterization is trained on the error of `FlowVelocity`. For example, with
-    `Sample` on `LinearFlow`, the network outputs x0 and is trained on the error of the velocity
-    `(x_t - x0) / t`.
+    The error of the flow velocity is `(alpha + sigma) / sigma` times the error of x0. Therefore,
+    this W trains every parameterization on the squared error of the flow velocity. For example,
+    with `Sample` on `LinearFlow`, the network outputs x0 and is trained on the error of the
+    velocity `(x_t - x0) / t`.
 
     Args:
-        floor: lower bound on the divisor `sigma / (alpha + sigma)`, which is t on `LinearFlow`. W
-            is therefore at most `1 / floor**2`.
+        floor: lower bound on `sigma / (alpha + sigma)` in W, so that W is at most `1 / floor**2`.
+            On `LinearFlow`, it is a lower bound on t.
 
     Source: Li & He 2025 (JiT, arXiv 2511.13720), table 1 and section 4, with t clipped at 0.05.
 
@@ -202,13 +205,13 @@ class AsFlow:
 
 @dataclass(frozen=True)
 class FDMWarmup:
-    """FDM's warm-up: puts an upper bound on another weighting early in training.
+    """Warm-up of the Fast Diffusion Model (FDM): an upper bound on another weighting.
 
-    At optimizer step k < K, W is at most `C(k) = 5 * 100**(k / K)`, which rises from 5 to 500. From
-    step K on, there is no bound. In validation, there is no bound either.
+    At optimizer step `k < K`, W is at most `C(k) = 5 * 100**(k / K)`, which rises from 5 to 500.
+    From step K on, and in validation, W has no upper bound.
 
     Args:
-        base: the weighting to bound; FDM uses `Simple`.
+        base: the weighting to bound. FDM uses `Simple`.
         warmup_steps: the number K. For CIFAR-10, the authors use 200 with EDM and 400 with VP and
             VE. For FFHQ, they use 800 with EDM and 400 with VP and VE. For AFHQ, they use 400.
 
@@ -216,7 +219,7 @@ class FDMWarmup:
         ValueError: if warmup_steps < 1.
 
     Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991). The formula for C is from the
-    authors' code, which counts calls of the loss instead of optimizer steps.
+    authors' code, in which k counts calls of the loss instead of optimizer steps.
 
     Example:
         >>> [FDMWarmup(Simple(), 200).bound(step) for step in (0, 100, 200, None)]
@@ -242,7 +245,7 @@ class FDMWarmup:
         return weight if bound == math.inf else weight.minimum(bound * output_scale**2)
 
     def bound(self, step: int | None) -> float:
-        """The bound C after `step` completed optimizer steps; inf if `step` is None."""
+        """Return the bound C after `step` optimizer steps; inf if `step` is None."""
         if step is None or step >= self.warmup_steps:
             return math.inf
         return 5.0 * math.pow(100.0, step / self.warmup_steps)
@@ -250,7 +253,7 @@ class FDMWarmup:
 
 @dataclass(frozen=True)
 class DenoisingLoss:
-    """The weighted squared error without further terms: `weight(t) * mean((target - output)**2)`.
+    """The weighted squared error alone: `weight(t) * mean((target - output)**2)`.
 
     Args:
         weighting: factor on the squared error.
@@ -273,17 +276,17 @@ class DenoisingLoss:
         parameterization: Parameterization,
         /,
     ) -> Tensor:
-        """The weighted errors (B,), unchanged."""
+        """Return the weighted errors (B,) unchanged."""
         return weighted_error
 
 
 class UncertaintyLoss(nn.Module):
-    """EDM2's loss with a learned u: `weight(t) * mean((target - output)**2) * exp(-u(t)) + u(t)`.
+    """EDM2's loss: `weight(t) * mean((target - output)**2) * exp(-u(t)) + u(t)`, with a learned u.
 
-    The function u(t) is the log-variance of the error. At its optimum, u(t) is the logarithm of the
-    weighted error at t, and all noise levels contribute equally. The function is linear in Fourier
-    features of `ln(sigma / alpha) / 4`. At initialization, u is 0, and the loss equals
-    `DenoisingLoss`. The weights of u are trained and saved with the network.
+    The function u(t) learns the logarithm of the expected weighted error at t. At this optimum, the
+    first term of the loss is 1 on average at every t, so all noise levels contribute equally. The
+    function is linear in Fourier features of `ln(sigma / alpha) / 4`. At initialization, u is 0,
+    and the loss equals `DenoisingLoss`. The weights of u are trained and saved with the network.
 
     Args:
         weighting: factor on the squared error.
@@ -340,16 +343,17 @@ class UncertaintyLoss(nn.Module):
 class HybridLoss:
     """Improved-diffusion's loss `L_simple + lambda * L_vlb`, which also trains the variance.
 
-    L_simple is the denoising loss, and L_vlb is the variational bound. For images with C channels,
-    the network outputs 2C channels. The first C channels are the usual output. The other C channels
-    contain values r of about -1 to 1, which define the fraction `(r + 1) / 2` of `LearnedRange`.
-    L_vlb has no gradient with respect to the first C channels. The process must have discrete
+    L_simple is the loss of `DenoisingLoss`, and L_vlb is the variational bound. For images with C
+    channels, the network outputs 2C channels. The first C channels are the output that the
+    parameterization defines. The other C channels are values r, mostly in [-1, 1], which set the
+    reverse variance: the `frac` of `LearnedRange` is `(r + 1) / 2`. L_vlb trains only these C
+    channels, because the first C channels are detached in L_vlb. The process must have discrete
     steps.
 
     Args:
-        weighting: factor on the squared error. The bound is not weighted.
+        weighting: factor on the squared error in L_simple. It does not affect L_vlb.
         vb_weight: the factor lambda. The paper uses 0.001, which corresponds to
-            `rescale_learned_sigmas=True` in its code. The models of guided-diffusion used 1 / T.
+            `rescale_learned_sigmas=True` in its code. The models of guided-diffusion used `1 / T`.
 
     Raises:
         ValueError: if vb_weight <= 0.
@@ -368,7 +372,8 @@ class HybridLoss:
     def __post_init__(self) -> None:
         if not 0 < self.vb_weight < math.inf:
             raise ValueError(
-                f"vb_weight must be > 0, got {self.vb_weight}; use DenoisingLoss for no such term."
+                f"vb_weight must be > 0, got {self.vb_weight}; to train without L_vlb, use "
+                "DenoisingLoss."
             )
 
     def per_sample(
@@ -387,7 +392,7 @@ class HybridLoss:
     def bound_term(
         self, prediction: Prediction, process: Process, parameterization: Parameterization
     ) -> Tensor:
-        """Terms (B,) of the variational bound at the time of each sample, in bits per dimension."""
+        """Compute the term of L_vlb at the time of each sample, (B,), in bits per dimension."""
         x0, x_t, r = prediction.x0, prediction.x_t, prediction.variance_output
         assert r is not None
         posterior = step_posterior(process, prediction.t, x0.dtype)

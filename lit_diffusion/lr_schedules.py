@@ -1,8 +1,9 @@
 """Learning rate schedules: a linear warm-up, and then a constant, linear or cosine schedule.
 
-Each schedule is a torch LambdaLR whose factor is a pure function of the optimizer step. A resume is
-therefore exact. Checkpoints do not contain the settings. If you resume a run with a different
-length, the schedule follows the new length.
+Each schedule is a torch LambdaLR. The learning rate (lr) depends only on the optimizer step and on
+the settings of the schedule, so a resumed run continues with exactly the same lr. Checkpoints do
+not contain the settings. If you resume a run with a different length, the lr follows the new
+length.
 """
 
 import math
@@ -17,9 +18,10 @@ class WarmupConstant(LambdaLR):
     """Schedule in which the lr rises linearly over `warmup_steps` and then stays constant.
 
     Args:
-        optimizer: optimizer whose lr is the full lr.
-        warmup_steps: optimizer steps until the full lr. The first step uses the full lr divided by
-            warmup_steps. With 0, there is no warm-up.
+        optimizer: optimizer that was created with the full lr.
+        warmup_steps: number of optimizer steps in the warm-up. The first step uses the full lr
+            divided by warmup_steps, and the last step of the warm-up uses the full lr. With 0,
+            there is no warm-up.
 
     Raises:
         ValueError: if warmup_steps is negative.
@@ -44,7 +46,7 @@ class WarmupConstant(LambdaLR):
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """State of LambdaLR, without the settings of this class."""
+        """Return the state of LambdaLR, without the settings of this class."""
         settings = ("warmup_steps", "total_steps", "final_factor")
         return {k: v for k, v in super().state_dict().items() if k not in settings}
 
@@ -60,12 +62,12 @@ class WarmupLinear(WarmupConstant):
     """Schedule in which the lr rises linearly over `warmup_steps` and then falls linearly.
 
     Args:
-        optimizer: optimizer whose lr is the peak.
-        total_steps: optimizer steps of the whole run, including the warm-up. With None,
-            DiffusionModule sets the length of the fit.
-        warmup_steps: optimizer steps until the peak.
-        final_factor: factor on the peak lr at step `total_steps`, which is one step after the last
-            step.
+        optimizer: optimizer that was created with the peak lr.
+        total_steps: number of optimizer steps of the whole run, including the warm-up. If None,
+            `DiffusionModule` sets it to the length of the fit.
+        warmup_steps: number of optimizer steps in the warm-up.
+        final_factor: factor on the peak lr that the schedule reaches one step after the last step
+            of the run.
 
     Raises:
         ValueError: if total_steps <= warmup_steps.
@@ -107,7 +109,7 @@ class WarmupLinear(WarmupConstant):
         return self.final_factor + (1 - self.final_factor) * self.decay(done)
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Set the length of the run in optimizer steps, and warn if it ends within the warm-up."""
+        """Set the length of the run in optimizer steps. Warn if the run ends within the warm-up."""
         if total_steps <= self.warmup_steps:
             warnings.warn(
                 f"a warm-up of {self.warmup_steps} steps does not end in this run of "
@@ -117,14 +119,14 @@ class WarmupLinear(WarmupConstant):
         self.total_steps = total_steps
 
     def decay(self, done: float) -> float:
-        """Remaining part of the decay, from 1 to 0, after the fraction `done` of its steps."""
+        """Return the part of the decay that is left, from 1 to 0, after a fraction of its steps."""
         return 1 - done
 
 
 class WarmupCosine(WarmupLinear):
-    """Schedule in which the lr rises linearly over `warmup_steps` and then falls as a cosine.
+    """Schedule in which the lr rises linearly over `warmup_steps` and then falls along a cosine.
 
-    The class takes the same arguments as `WarmupLinear`.
+    The arguments are the same as in `WarmupLinear`.
 
     Source: Loshchilov & Hutter 2017 (SGDR), Eq. 5, without restarts.
 

@@ -1,11 +1,12 @@
 """Parameterizations: what the network outputs, and how to recover x0 from it.
 
-With `x_t = alpha * x0 + sigma * noise`, every class maps (x0, noise) to a training target, and a
-network output back to x0.
+With `x_t = alpha * x0 + sigma * noise`, every class computes the training target from x0 and the
+noise, and an estimate of x0 from x_t and the network's output.
 
-Images are (B, C, H, W). The scales alpha and sigma have the images' dtype and broadcast against
-them (`gaussian.expand_as`). The `output_scale` is `abs(d x0 / d output)`, which EDM calls c_out. It
-converts a weight on the error of x0 to a weight on the error of the output (losses.py).
+Images are (B, C, H, W). The scales alpha and sigma have the dtype of the images and broadcast
+against the images (see `gaussian.expand_as`). The method `output_scale` returns
+`abs(d x0 / d output)`, which EDM calls c_out. The weightings in losses.py use this scale to convert
+a weight on the error of x0 to a weight on the error of the output.
 """
 
 import math
@@ -19,7 +20,7 @@ from lit_diffusion.protocols import Parameterization
 
 @dataclass(frozen=True)
 class Epsilon:
-    """The network outputs the noise. Recovering x0 is ill-conditioned if alpha is close to 0.
+    """The network outputs the noise. The estimate of x0 is ill-conditioned if alpha is close to 0.
 
     Source: Ho et al. 2020 (DDPM), Eq. 11-14.
 
@@ -79,7 +80,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Velocity:
-    """The network outputs `v = alpha * noise - sigma * x0`, which is well-conditioned at all times.
+    """The network outputs `v = alpha * noise - sigma * x0`.
+
+    The estimate of x0 is well-conditioned at all times.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4 and appendix D.
 
@@ -138,18 +141,18 @@ class FlowVelocity:
 
 @dataclass(frozen=True)
 class EDMPreconditioning:
-    """The network outputs EDM's F: the error of the best linear estimate of x0, with variance 1.
+    """The network outputs EDM's F: the error of a linear estimate of x0, scaled to variance 1.
 
-    The estimate of x0 is `D = c_skip * x_t + c_out * F(c_in * x_t)`. EDM has alpha = 1, but this
-    class works for any alpha. The variance of x_t is `V = alpha**2 * sigma_data**2 + sigma**2`. The
-    factors are
+    The estimate of x0 is `D = c_skip * x_t + c_out * F(c_in * x_t)`, where `c_skip * x_t` is the
+    best linear estimate of x0 from x_t. EDM has alpha = 1, but this class works for any alpha. With
+    the variance `V = alpha**2 * sigma_data**2 + sigma**2` of x_t, the factors are
 
         c_in = 1 / sqrt(V),  c_skip = alpha * sigma_data**2 / V,
         c_out = sigma * sigma_data / sqrt(V).
 
-    On a variance-preserving process with sigma_data = 1, F equals -v (see `Velocity`). For EDM's
-    weighting `lambda(sigma) = 1 / c_out**2`, use `Simple`. The noise label of `EDMProcess` is EDM's
-    c_noise.
+    On a variance-preserving process with sigma_data = 1, F equals -v (see `Velocity`). EDM's
+    weighting `lambda(sigma) = 1 / c_out**2` on the error of x0 is the same as `Simple` here. EDM's
+    c_noise is the noise label of `EDMProcess`.
 
     Args:
         sigma_data: standard deviation of x0.
@@ -197,25 +200,25 @@ class EDMPreconditioning:
 
 @dataclass(frozen=True)
 class FDM:
-    """Fast Diffusion Model: another parameterization with a critically damped network input.
+    """Fast Diffusion Model (FDM): damps the network input of another parameterization.
 
-    Only the input of the network changes. The new input is `s * x_t / alpha`. With
-    `level = sigma / alpha`, the factor s is
+    The network input becomes `s * x_t / alpha`. Target and estimate of x0 remain those of the other
+    parameterization (`base`). With `level = sigma / alpha`, the factor s is
 
         s = exp(-m * B) * (1 + m * B),  B(u) = 0.1 * u + 9.95 * u**2,
         u = (level - sigma_min) / (sigma_max - sigma_min).
 
-    Above sigma_max, s vanishes faster than `x_t / alpha` grows, so the network sees only the noise
-    level. If a process has levels far above sigma_max, use a base whose target does not depend on
-    x_t at these levels: Velocity or EDMPreconditioning. With cosine betas, for example, a process
-    has levels far above sigma_max.
+    At levels far above sigma_max, `s * x_t / alpha` is almost 0. Then, the network gets only the
+    noise level. If the process has such levels, the target of `base` must not depend on x_t at
+    these levels. Therefore, use `Velocity` or `EDMPreconditioning` as `base`. For example, with
+    1000 `CosineBetas` the levels go up to 20,000.
 
     Args:
-        base: parameterization of the output.
+        base: the other parameterization.
         sigma_min: level at which s = 1. The paper uses 0.002 for EDM, 0.001 for VP (`ContinuousVP`,
             linear betas) and 0.02 for VE.
         sigma_max: level at which u = 1. The paper uses 80 for EDM, 152.17 for VP and 100 for VE.
-        multiplier: the strength m. The authors use 1 for VE. For EDM and VP they use 2 on CIFAR-10
+        multiplier: the factor m. The authors use 1 for VE. For EDM and VP, they use 2 on CIFAR-10
             and AFHQ, and 1 on FFHQ.
 
     Raises:

@@ -1,8 +1,9 @@
 """Forward processes, which turn images into noise: `x_t = alpha(t) * x0 + sigma(t) * noise`.
 
-A process contains only tables and formulas. Parameterization, training times and solver are
-separate. Tables are float64 tensors, but not module buffers. Therefore, precision plugins do not
-cast them, EMA does not average them, and checkpoints do not contain them.
+A process defines alpha(t), sigma(t) and the range of t. It does not define the parameterization,
+the training times or the solver. The tables of a process are float64 tensors, but not buffers of a
+module. Therefore, precision plugins do not cast them, EMA does not average them, and checkpoints do
+not contain them.
 """
 
 import math
@@ -22,20 +23,20 @@ def _check_steps(num_steps: int) -> None:
 
 
 class BetaSchedule(Protocol):
-    """A schedule of the variances that a discrete process adds in each step."""
+    """The variances beta of the noise that a discrete process adds in each step."""
 
     def betas(self) -> Tensor:
-        """(num_steps,) float64 in (0, 1)."""
+        """Return the betas (num_steps,) float64, in (0, 1)."""
 
 
 @dataclass(frozen=True)
 class LinearBetas:
-    """Linear betas from 1e-4 to 0.02 for 1000 steps. For T steps, they are scaled by `1000 / T`.
+    """Betas that rise linearly from `1e-4 * 1000 / T` to `0.02 * 1000 / T` in T steps.
 
     Args:
         num_steps: number of steps T, at least 20. With T = 20, the last beta is 1.
 
-    Source: Ho et al. 2020 (DDPM), section 4. The scaling by `1000 / T` is from improved-diffusion.
+    Source: Ho et al. 2020 (DDPM), section 4. The factor `1000 / T` is from improved-diffusion.
 
     Example:
         >>> LinearBetas(1000).betas()[[0, -1]].tolist()
@@ -45,7 +46,7 @@ class LinearBetas:
     num_steps: int = 1000
 
     def betas(self) -> Tensor:
-        """(num_steps,) float64."""
+        """Return the betas (num_steps,) float64."""
         _check_steps(self.num_steps)
         scale = 1000 / self.num_steps
         return torch.linspace(1e-4 * scale, 0.02 * scale, self.num_steps, dtype=torch.float64)
@@ -53,14 +54,14 @@ class LinearBetas:
 
 @dataclass(frozen=True)
 class CosineBetas:
-    """Betas with which alpha-bar falls as a squared cosine.
+    """Betas for which alpha-bar falls like a squared cosine.
 
     Cosine betas destroy the image more slowly than linear betas.
 
     Args:
         num_steps: number of steps T.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 17, with s = 0.008 and beta at most
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 17, with s = 0.008. No beta is above
     0.999.
 
     Example:
@@ -72,7 +73,7 @@ class CosineBetas:
     num_steps: int = 1000
 
     def betas(self) -> Tensor:
-        """(num_steps,) float64."""
+        """Return the betas (num_steps,) float64."""
         _check_steps(self.num_steps)
         u = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
         return _betas_from_alpha_bar(torch.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
@@ -80,16 +81,16 @@ class CosineBetas:
 
 @dataclass(frozen=True)
 class SigmoidBetas:
-    """Betas with which alpha-bar falls as a sigmoid.
+    """Betas for which alpha-bar falls like a sigmoid.
 
-    Fewer steps are near the two ends than with a squared cosine. This suits images larger than
-    64x64.
+    Compared with cosine betas, fewer steps have almost no noise or almost no signal. Sigmoid betas
+    suit images larger than 64x64 pixels.
 
     Args:
         num_steps: number of steps T.
-        start: argument of the sigmoid at u = 0.
-        end: argument of the sigmoid at u = 1.
-        tau: temperature. With larger values, the curve is closer to a straight line.
+        start: argument of the sigmoid at the clean image.
+        end: argument of the sigmoid after the last step.
+        tau: divisor of the arguments. With a larger tau, the curve is closer to a straight line.
 
     Source: Jabri et al. 2022 (arXiv 2212.11972), appendix B; Chen 2023 (arXiv 2301.10972),
     algorithm 1.
@@ -106,7 +107,7 @@ class SigmoidBetas:
     tau: float = 1.0
 
     def betas(self) -> Tensor:
-        """(num_steps,) float64."""
+        """Return the betas (num_steps,) float64."""
         _check_steps(self.num_steps)
         u = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
         sigmoid = torch.sigmoid(-(u * (self.end - self.start) + self.start) / self.tau)
@@ -115,7 +116,7 @@ class SigmoidBetas:
 
 @dataclass(frozen=True)
 class GivenBetas:
-    """Betas from a list.
+    """Betas that are given as a list.
 
     Args:
         values: T betas in (0, 1). The last beta may be 1.
@@ -128,19 +129,20 @@ class GivenBetas:
     values: Sequence[float]
 
     def betas(self) -> Tensor:
-        """(num_steps,) float64."""
+        """Return the betas (num_steps,) float64."""
         _check_steps(len(self.values))
         return torch.tensor(self.values, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class ZeroTerminalSNR:
-    """A given schedule, rescaled so that the SNR of its last step is 0.
+    """Betas of another schedule, rescaled so that the SNR of the last step is 0.
 
-    The square root of alpha-bar is shifted to end at 0 and scaled to keep its first value. Train
-    with Velocity or Sample, because Epsilon cannot be trained at an SNR of 0. The default grid of
-    each solver works. If you set a grid for `Heun`, `DPMSolverPP2S` or `UniPC`, it must start at a
-    finite log SNR, as `LogSNR(noisiest=-10)` does.
+    The square root of alpha-bar is shifted so that it ends at 0, and scaled so that its first value
+    does not change. Train with `Velocity` or `Sample`, because x0 cannot be computed from the
+    output of `Epsilon` at an SNR of 0. Every solver works with its default grid. If you set another
+    grid for `Heun`, `DPMSolverPP2S` or `UniPC`, it must start at an SNR above 0, as
+    `LogSNR(noisiest=-10)` does.
 
     Args:
         base: the schedule to rescale.
@@ -157,7 +159,7 @@ class ZeroTerminalSNR:
     base: BetaSchedule
 
     def betas(self) -> Tensor:
-        """(num_steps,) float64; the last value is 1."""
+        """Return the betas (num_steps,) float64. The last beta is 1."""
         alpha = (1 - self.base.betas()).cumprod(0).sqrt()
         alpha = (alpha - alpha[-1]) * alpha[0] / (alpha[0] - alpha[-1])
         alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), alpha**2])
@@ -165,7 +167,10 @@ class ZeroTerminalSNR:
 
 
 def _betas_from_alpha_bar(alpha_bar: Tensor) -> Tensor:
-    """Betas (T,) <= 0.999 from alpha-bar (T + 1,), given up to a factor at u = 0, 1/T, ..., 1."""
+    """Compute betas (T,), at most 0.999, from alpha-bar (T + 1,) at u = 0, 1/T, ..., 1.
+
+    A constant factor on alpha-bar has no effect.
+    """
     return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=0.999)
 
 
@@ -173,17 +178,18 @@ def _betas_from_alpha_bar(alpha_bar: Tensor) -> Tensor:
 class DiscreteVP:
     """Variance-preserving process in T steps: `alpha**2 = alpha_bar`, `sigma**2 = 1 - alpha_bar`.
 
-    Times range from 0 (least noisy) to T - 1. Time -1 is the clean image. Between integer times,
-    the log SNR is interpolated linearly, so every solver and time grid works. Next to the clean
-    image, and next to a step with an SNR of 0, alpha-bar is interpolated instead.
+    Times range from 0 (least noisy) to T - 1. Time -1 is the clean image. Solvers may also evaluate
+    times between integers, where the log SNR is interpolated linearly. If the log SNR is infinite
+    at one of the two integers (the clean image, or a step with an SNR of 0), alpha-bar is
+    interpolated instead.
 
     Args:
-        betas: schedule of the variances.
-        rescale_labels: whether the network gets `t * 1000 / T` instead of t, as in
-            improved-diffusion.
+        betas: schedule of the betas.
+        rescale_labels: whether the noise label, by which the network knows the time, is
+            `t * 1000 / T` instead of t, as in improved-diffusion.
 
     Raises:
-        ValueError: if a beta is outside (0, 1). Only the last beta may be 1.
+        ValueError: if a beta is outside (0, 1), except that the last beta may be 1.
 
     Source: Ho et al. 2020 (DDPM), Eq. 4; Nichol & Dhariwal 2021 for `rescale_labels`.
 
@@ -216,7 +222,7 @@ class DiscreteVP:
         self._copies: dict[torch.device, Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the copies on other devices, for `copy` and `pickle`."""
+        """Return the state for `copy` and `pickle`, without the copies of the table on devices."""
         return {**vars(self), "_copies": {}}
 
     @property
@@ -246,11 +252,11 @@ class DiscreteVP:
         return t * (1000 / self.num_steps) if self.rescale_labels else t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """The step i for which u is in [i / T, (i + 1) / T)."""
+        """Return the step i for which u is in [i / T, (i + 1) / T)."""
         return (u.double() * self.num_steps).floor().clamp(max=self.t_max)
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """Time in [-1, T - 1] at which the log SNR has this value."""
+        """Return the time in [-1, T - 1] at which the log SNR has this value."""
         alpha_bars, _, log_snrs, _, _ = self._table_on(log_snr.device)[:, 1:]  # decreasing
         log_snr = log_snr.double()
         upper = torch.searchsorted(-log_snrs, -log_snr).clamp(1, self.num_steps - 1)
@@ -268,10 +274,11 @@ class DiscreteVP:
         return noise
 
     def _table_on(self, device: torch.device) -> Tensor:
-        """(5, T + 1): alpha-bar at both ends of each interval, its logits, and if they are finite.
+        """Return the table (5, T + 1) on a device.
 
-        The process stores one copy per device. It does not store fake tensors, which torch.compile
-        uses.
+        The rows are alpha-bar at the start and at the end of each interval, the logits of these two
+        values, and whether both logits are finite. The process keeps one copy per device. It does
+        not keep the fake tensors of torch.compile.
         """
         table = self._copies.get(device)
         if table is None:
@@ -290,8 +297,8 @@ class ContinuousVP:
 
     Args:
         beta_min: slope of B at t = 0.
-        beta_d: increase of the slope from t = 0 to t = 1.
-        t_min: least noisy time that is trained on.
+        beta_d: difference between the slopes of B at t = 1 and t = 0.
+        t_min: least noisy time in training.
 
     Raises:
         ValueError: unless beta_min > 0, beta_d > 0 and 0 < t_min < 1.
@@ -345,20 +352,20 @@ class ContinuousVP:
 class LinearFlow:
     """Linear path of flow matching: `alpha = 1 - t` and `sigma = t`, for t in [0, 1].
 
-    This path is also called rectified flow. Its usual parameterization is `FlowVelocity`. The
-    network gets the time as the noise label `1000 * t`. An image at time 1 is pure noise. The
-    default grid of each solver works. If you set a grid for `Heun`, `DPMSolverPP2S` or `UniPC`, it
-    must start at a finite log SNR, as `LogSNR(noisiest=-10)` does.
+    This path is also called rectified flow. The usual parameterization is `FlowVelocity`. The noise
+    label, by which the network knows the time, is `1000 * t`. At time 1, x_t is pure noise, and the
+    SNR is 0. Every solver works with its default grid. If you set another grid for `Heun`,
+    `DPMSolverPP2S` or `UniPC`, it must start at an SNR above 0, as `LogSNR(noisiest=-10)` does.
 
     Args:
-        t_min: least noisy time that is trained on.
+        t_min: least noisy time in training.
 
     Raises:
         ValueError: unless 0 < t_min < 1.
 
     Source: Lipman et al. 2023 (Flow Matching, arXiv 2210.02747), Eq. 20-23 with sigma_min = 0 and
-    time reversed; Liu et al. 2023 (Rectified Flow, arXiv 2209.03003), Eq. 1. The noise label
-    `1000 * t` is the same as in Esser et al. 2024 (SD3, arXiv 2403.03206).
+    time reversed; Liu et al. 2023 (Rectified Flow, arXiv 2209.03003), Eq. 1. The noise label is
+    from Esser et al. 2024 (SD3, arXiv 2403.03206).
 
     Example:
         >>> alpha, sigma = LinearFlow().alpha_sigma(torch.tensor([0.25, 1.0]))
@@ -400,13 +407,14 @@ class LinearFlow:
 class EDMProcess:
     """EDM's process, which adds noise without scaling the image: `alpha = 1` and `sigma = t`.
 
-    The noise label is `ln(sigma) / 4`, which EDM calls c_noise. The logarithm of sigma is linear in
-    u. EDM trains with `LogNormal` times instead of uniform times.
+    The noise label, by which the network knows the noise level, is `ln(sigma) / 4`. EDM calls it
+    c_noise. `Uniform` times are uniform in `ln(sigma)`. EDM trains with `LogNormal` times instead.
 
     Args:
         sigma_min: smallest noise level, in units of x0.
-        sigma_max: largest noise level. By default, `Heun` starts at sigma_max or at 148, whichever
-            is smaller. With times=Karras(), `Heun` always starts at sigma_max.
+        sigma_max: largest noise level, in units of x0. If sigma_max is above 148, set the grid
+            `Karras()` for the solver `Heun`. Otherwise, `Heun` starts at the noise level 148,
+            because its default grid starts at a log SNR of at least -10.
 
     Raises:
         ValueError: unless 0 < sigma_min < sigma_max.
@@ -461,14 +469,15 @@ class EDMProcess:
 
 @dataclass(frozen=True)
 class VE(EDMProcess):
-    """Variance-exploding process: noise from 0.02 to 100, uniform in ln(sigma).
+    """Variance-exploding process: `EDMProcess` with noise levels from 0.02 to 100.
 
-    The noise label is `ln(sigma / 2)`. Train with `Epsilon` and `Uniform` times, because Song et
-    al. learn sigma times the score, which is minus the noise.
+    The noise label, by which the network knows the noise level, is `ln(sigma / 2)`. To train as in
+    Song et al., use `Epsilon` and `Uniform` times. Their network learns sigma times the score,
+    which is minus the noise.
 
     Args:
         sigma_min: smallest noise level, in units of x0.
-        sigma_max: largest noise level.
+        sigma_max: largest noise level, in units of x0.
 
     Source: Song et al. 2021 (score SDEs), appendix C; Karras et al. 2022 (EDM), table 1, column VE.
 

@@ -1,14 +1,16 @@
 """Structural types (protocols) of the parts of the library.
 
-These protocols are not base classes. A class fits a protocol if it has the protocol's methods.
-Therefore, a callback works with any LightningModule that has the methods it needs, without
-inheritance from this library.
+A class does not have to inherit from a protocol. A class fits a protocol if it has the methods of
+the protocol. Therefore, a callback works with any LightningModule that has the methods that the
+callback calls.
 
 Symbols: `x_t = alpha * x0 + sigma * noise`. Images are (B, C, H, W), and times t are (B,) float64.
-The number `u` in [0, 1] is a noise level, and 1 is the noisiest level.
+The number u in [0, 1] is a noise level, with the noisiest level at u = 1. `Process.from_unit` maps
+u to a time.
 
-jsonargparse checks objects from YAML against these protocols. For this reason, methods have names
-(never `__call__`), parameters are positional-only, and attributes are read-only properties.
+jsonargparse checks objects from YAML against these protocols. For this check, methods must have
+names (not `__call__`), parameters must be positional-only, and attributes must be read-only
+properties.
 """
 
 import math
@@ -24,7 +26,7 @@ def check_positive(**values: float | None) -> None:
     """Raise ValueError unless each value is None, or above 0 and finite.
 
     Args:
-        values: values by name. The error message contains the name.
+        values: values by name, which the error message contains.
 
     Example:
         >>> check_positive(lr=0.1, weight_decay=None)
@@ -38,15 +40,16 @@ def check_positive(**values: float | None) -> None:
 
 
 class Denoised(NamedTuple):
-    """Estimates of x0 and noise from x_t, as solvers and guidance use them.
+    """Estimates of x0 and noise from x_t, for solvers and guidance.
 
     Attributes:
         x0: (B, C, H, W) estimate of the clean image.
         noise: (B, C, H, W) estimate of the noise, with `x_t = alpha * x0 + sigma * noise`.
-        logvar_frac: (B, C, H, W) learned log-variance, as a fraction between the log posterior
-            variance (0) and log beta (1). None if the network does not learn the variance.
-        shift: (B, C, H, W) gradient of a classifier. An ancestral step adds the step's variance
-            times `shift` to its mean. None without a classifier.
+        logvar_frac: (B, C, H, W) learned log-variance of the reverse step: 0 means the logarithm of
+            the posterior variance, and 1 means the logarithm of beta. None if the network does not
+            learn the variance.
+        shift: (B, C, H, W) gradient of a classifier. `DDPM` adds the variance of the step times
+            `shift` to the mean of the step. None without `ClassifierShift`.
 
     Example:
         >>> x_t = torch.full((1, 1, 2, 2), 0.5)
@@ -64,10 +67,10 @@ class Prediction(NamedTuple):
     """Inputs and outputs of one forward pass in training, from which a loss is computed.
 
     Attributes:
-        output: (B, C, H, W) output of the network, without its learned variance.
-        variance_output: (B, C, H, W) the second C channels of the output if the variance is
-            learned, else None.
-        x0: (B, C, H, W) clean images, in [-1, 1] for pixels.
+        output: (B, C, H, W) the first C channels of the network's output.
+        variance_output: (B, C, H, W) the other C channels of the network's output, if it learns
+            the variance, else None.
+        x0: (B, C, H, W) clean images: pixels in [-1, 1], or latents.
         x_t: (B, C, H, W) noised images.
         t: (B,) float64 times of the process.
         alpha: (B,) float64 signal scales at t.
@@ -88,8 +91,8 @@ class NonFiniteSamples(ArithmeticError):
 
     Args:
         seeds: seeds of the samples that are not finite.
-        step: optimizer steps completed; None if unknown.
-        where: noise level at which the first of the samples became non-finite.
+        step: number of completed optimizer steps; None if unknown.
+        where: where the first value was not finite, for the message, such as "t = 5".
 
     Example:
         >>> NonFiniteSamples(seeds=[3, 8], step=1000, where="t = 5").seeds
@@ -108,12 +111,12 @@ class NonFiniteSamples(ArithmeticError):
 
 
 Condition: TypeAlias = Tensor | tuple[Tensor, ...] | None
-"""The condition of a batch, one row (B, ...) per image: labels, tokens, or (embeddings, mask).
-None is unconditional."""
+"""The condition of a batch, with one row per image: labels, word ids, or (embeddings, mask).
+None means no condition."""
 
 
 def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
-    """Apply a function of tensors to conditions, or to each part of conditions that are tuples.
+    """Apply a function to conditions. If they are tuples, apply it to each part of the tuples.
 
     Example:
         >>> by_part(lambda part: part[:1], (torch.zeros(4, 8), torch.ones(4)))
@@ -127,7 +130,7 @@ def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
 
 
 def describe_condition(condition: Condition) -> str:
-    """Describe a condition by the dtype and shape of each tensor, for messages.
+    """Describe the dtype and shape of each tensor of a condition, for error messages.
 
     Example:
         >>> describe_condition((torch.zeros(2, 3), torch.ones(2).bool()))
@@ -140,7 +143,7 @@ def describe_condition(condition: Condition) -> str:
 
 
 Device: TypeAlias = torch.device | str | None
-"""None is torch's default."""
+"""None means torch's default device."""
 Denoise: TypeAlias = Callable[[Tensor, Tensor], Denoised]
 """(x_t (B, C, H, W), t (B,) float64) -> Denoised."""
 DenoiseFor: TypeAlias = Callable[[Condition], Denoise]
@@ -148,7 +151,8 @@ DenoiseFor: TypeAlias = Callable[[Condition], Denoise]
 RandnLike: TypeAlias = Callable[[Tensor], Tensor]
 """A tensor -> standard normal noise of its shape, dtype and device."""
 Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
-"""(step index from 0, t (), x_t (B, C, H, W), x0 as the solver uses it), before every step."""
+"""Called before every step with (index of the step from 0, t (), x_t (B, C, H, W), x0). The x0 is
+the estimate that the solver uses."""
 
 
 class Process(Protocol):
@@ -163,11 +167,11 @@ class Process(Protocol):
 
     @property
     def t_min(self) -> float:
-        """Least noisy time in training."""
+        """The least noisy time in training."""
 
     @property
     def t_max(self) -> float:
-        """Noisiest time."""
+        """The noisiest time."""
 
     @property
     def t_clean(self) -> float:
@@ -178,25 +182,26 @@ class Process(Protocol):
         """Number of discrete steps; None for continuous time."""
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Signal and noise scales alpha and sigma, float64, with the shape of `t`."""
+        """Return the signal scale alpha and the noise scale sigma, float64, in the shape of t."""
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The input that tells the network the noise level, with the shape of `t`."""
+        """Return the network's input that encodes the noise level, in the shape of t."""
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """Time for a uniform number `u` in [0, 1], float64."""
+        """Map u in [0, 1] to a time float64, which is noisier for larger u."""
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """Time at which `log((alpha / sigma)**2)` has the given value, float64."""
+        """Return the time float64 at which `log((alpha / sigma)**2)` has the given value."""
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """x_t at the noisiest time, from standard normal noise."""
+        """Scale standard normal noise to an x_t at the time t at which sampling starts."""
 
 
 class Network(Protocol):
-    """An nn.Module that predicts from noisy images.
+    """An nn.Module that maps noisy images to the output that a `Parameterization` defines.
 
-    Modules annotate their network argument with nn.Module instead, because jsonargparse needs that.
+    Modules annotate their argument `network` with nn.Module instead of this protocol, because
+    jsonargparse requires it.
     """
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Any, /) -> Tensor:
@@ -204,62 +209,65 @@ class Network(Protocol):
 
         Args:
             x: (B, C, H, W) network input (`Parameterization.network_input`).
-            noise_label: (B,) noise levels (`Process.noise_label`).
+            noise_label: (B,) encoded noise levels (`Process.noise_label`).
             condition: the `Condition` of the images.
 
         Returns:
-            (B, C, H, W), or (B, 2C, H, W) if the variance is learned.
+            Output (B, C, H, W), or (B, 2C, H, W) if the network learns the variance.
         """
 
 
 class Conditioning(Protocol):
-    """A kind of condition of images. Learned null embeddings are part of the network."""
+    """A kind of condition, such as class labels. It has a null condition: "no condition"."""
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
         """Replace the rows in which `where` (B,) bool is True with the null condition."""
 
     def null(self, like: Condition, /) -> Condition:
-        """The null condition in every row, with the shapes and on the device of `like`."""
+        """Return the null condition for every row, with the shapes and on the device of `like`."""
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Default condition of samples with these seeds, on the CPU."""
+        """Return the default condition of samples with these seeds, on the CPU."""
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError unless this is a valid condition of `num` samples."""
+        """Raise ValueError unless `condition` is a valid condition of `num` samples."""
 
 
 class UniformDraws(Protocol):
-    """Joint distribution of a batch of random numbers, each of which is uniform in [0, 1)."""
+    """Joint distribution of n random numbers. Each number alone is uniform in [0, 1)."""
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
-        """(n,) float64 in [0, 1)."""
+        """Draw the numbers, (n,) float64."""
 
 
 class TimestepDistribution(Protocol):
-    """Distribution of training times, defined by its quantile function."""
+    """Distribution of training times, which is defined by its quantile function."""
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
         """Map uniform numbers (B,) in [0, 1) to times (B,) float64."""
 
 
 class Parameterization(Protocol):
-    """Definition of the network's output. `alpha` and `sigma` broadcast against the images."""
+    """Definition of what the network outputs, such as noise or velocity.
+
+    The arguments `alpha` and `sigma` broadcast against the images.
+    """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Network input computed from x_t, such as `c_in * x_t`."""
+        """Compute the network's input from x_t, such as `c_in * x_t`."""
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Training target of the output."""
+        """Compute the training target of the network's output."""
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Estimate of x0 from the output."""
+        """Estimate x0 from the network's output and x_t."""
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`abs(d x0 / d output)`, with the shape of `alpha`."""
+        """Return `abs(d x0 / d output)`, with the shape of `alpha`."""
 
 
 class Weighting(Protocol):
-    """Factor on the squared error of the network's output."""
+    """Factor on the squared error of the network's output, for each noise level."""
 
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
@@ -269,20 +277,20 @@ class Weighting(Protocol):
         Args:
             alpha: (B,) float64 signal scales.
             sigma: (B,) float64 noise scales.
-            output_scale: (B,) float64, the `output_scale` of the parameterization.
+            output_scale: (B,) float64 scales from `Parameterization.output_scale`.
             step: number of completed optimizer steps; None outside training.
 
         Returns:
-            (B,) float64 factors.
+            The factors, (B,) float64.
         """
 
 
 class Loss(Protocol):
-    """Training objective: a weighted squared error, possibly with further terms."""
+    """Training objective: a weighted squared error, possibly with more terms."""
 
     @property
     def output_factor(self) -> int:
-        """Output channels per image channel: 2 if the variance is learned, else 1."""
+        """Output channels per image channel: 2 if the network learns the variance, else 1."""
 
     @property
     def weighting(self) -> Weighting:
@@ -300,14 +308,14 @@ class Loss(Protocol):
 
 
 class TimeGrid(Protocol):
-    """Times at which a solver evaluates the network."""
+    """Times between which a solver takes its steps."""
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64, from the noisiest time down to `process.t_clean`."""
+        """Return the times (steps + 1,) float64, noisiest first. The last is `process.t_clean`."""
 
 
 class Variance(Protocol):
-    """Variance of an ancestral step."""
+    """Variance of the noise that an ancestral solver adds in each step."""
 
     @property
     def learned(self) -> bool:
@@ -316,9 +324,13 @@ class Variance(Protocol):
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
     ) -> Tensor:
-        """Log-variance between log_posterior and log_beta.
+        """Return the log-variance of a step, between `log_posterior` and `log_beta`.
 
-        `last` is True for the step to the clean image. `frac` is `Denoised.logvar_frac`.
+        Args:
+            log_beta: logarithm of the variance of `q(x_t | x_s)` for the step from t to s.
+            log_posterior: logarithm of the variance of `q(x_s | x_t, x0)`.
+            last: True for the step to the clean image.
+            frac: the learned variance, `Denoised.logvar_frac`; None if there is none.
         """
 
 
@@ -339,13 +351,14 @@ class Solver(Protocol):
         Args:
             denoise: the model, including guidance if there is any.
             process: the forward process.
-            noise: (B, C, H, W) standard normal.
-            randn_like: source of the noise of stochastic solvers.
-            watch: function that is called once before each step. The first x_t is the prior sample,
-                to which the solver may have added churn.
+            noise: (B, C, H, W) standard normal noise, from which sampling starts.
+            randn_like: source of the noise that stochastic solvers add in the steps.
+            watch: function that is called once before each step, with the arguments of `Watch`. In
+                the first call, x_t is the scaled `noise`, plus the churn (noise) that the solver
+                may add before its first step.
 
         Returns:
-            x0 (B, C, H, W).
+            The sampled x0 (B, C, H, W).
         """
 
     def check(self, process: Process, /) -> None:
@@ -353,26 +366,26 @@ class Solver(Protocol):
 
 
 class Guidance(Protocol):
-    """A wrapper of a denoise function that steers samples towards their condition."""
+    """A wrapper of a denoise function that makes samples follow their condition more closely."""
 
     def guide(
         self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
     ) -> Denoise:
-        """Return a guided denoise function; `null` has the null condition in every row."""
+        """Return a guided denoise function. `null` is the null condition, in every row."""
 
 
 class Codec(Protocol):
     """A map from images to x0 and back.
 
-    A stochastic codec, such as a VAE, also has `encode_for_training(images)`, which training steps
-    call instead of `encode`. A codec with weights has an attribute `sha256`, the checksum of the
-    weights. Checkpoints store the checksum. If a data module provides latents, its `vae_sha256`
-    must equal the checksum.
+    A codec may have a method `encode_for_training(images)`, which training steps call instead of
+    `encode`. A VAE draws a random latent there. A codec with weights has an attribute `sha256`, the
+    checksum of the weights. Checkpoints store this checksum. If a data module provides latents, its
+    attribute `vae_sha256` must equal the `sha256` of the codec.
     """
 
     @property
     def bounded(self) -> bool:
-        """Whether all x0 lie in [-1, 1]. If so, solvers may clamp their estimates of x0."""
+        """Whether all x0 are in [-1, 1]. If so, solvers may clamp their estimates of x0."""
 
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
         """Shape (C, H, W) of x0 for images of shape (C, H, W)."""
@@ -384,19 +397,19 @@ class Codec(Protocol):
         """Decode x0 to images uint8 (B, C, H, W)."""
 
 
-# Callbacks and analyses use a LightningModule only through the protocols below.
+# Callbacks and analyses access a LightningModule only through the protocols below.
 
 
 @runtime_checkable
 class HasTimesteps(Protocol):
-    """A module whose distribution over noise levels a callback may change.
+    """A module whose distribution of training noise levels u can be changed by callbacks.
 
-    A callback requires only the attributes that it sets.
+    A callback needs only the attribute that it sets.
 
     Attributes:
-        timestep_density: (num_bins,) density over u in [0, 1], not necessarily normalized. None
-            means the uniform density.
-        timestep_weight: (num_bins,) factors on the loss over u in [0, 1]. None means 1.
+        timestep_density: (num_bins,) density of u in equal bins over [0, 1], not necessarily
+            normalized. None means the uniform density.
+        timestep_weight: (num_bins,) factors on the loss in equal bins of u. None means 1.
 
     Example:
         >>> class Module(torch.nn.Module):
@@ -422,27 +435,27 @@ class CanGenerate(Protocol):
     """
 
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
-        """Images uint8 (N, C, H, W). Image i depends only on seeds[i] and labels[i]."""
+        """Generate images uint8 (N, C, H, W). Image i depends only on seeds[i] and labels[i]."""
 
 
 @runtime_checkable
 class DescribesSampling(Protocol):
-    """A module that reports its sampling settings, which are stored with every score."""
+    """A module that reports its sampling settings, so that they can be stored with every score."""
 
     def sampling_record(self) -> dict[str, Any]:
-        """Solver, steps, guidance and other settings, as plain builtins."""
+        """Return solver, steps, guidance and other settings, as values that JSON supports."""
 
 
 class HasNoiseLevels(Protocol):
     """A module that computes the loss of images at given noise levels.
 
-    `isinstance` does not support this protocol, because from Python 3.12 on it would return False
-    for a codec that is an nn.Module.
+    This protocol does not support `isinstance`. In Python 3.12 and later, `isinstance` would return
+    False if the module's codec is an nn.Module.
     """
 
     @property
     def process(self) -> Process:
-        """Forward process. Its `from_unit` maps a uniform u to a time."""
+        """Forward process. Its `from_unit` maps u to a time."""
 
     @property
     def codec(self) -> Codec:
@@ -450,7 +463,7 @@ class HasNoiseLevels(Protocol):
 
     @property
     def num_classes(self) -> int | None:
-        """Number of labels; None if the loss takes no labels."""
+        """Number of classes; None if the loss takes no class labels."""
 
     def per_sample_loss(
         self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
@@ -469,7 +482,7 @@ class WeightsProvider(Protocol):
     """
 
     def names(self) -> list[str]:
-        """Names that `weights` accepts."""
+        """Return the names that `weights` accepts."""
 
     def weights(self, name: str) -> AbstractContextManager[None]:
-        """Context in which the module's parameters hold the named weights."""
+        """Context in which the module's parameters have the values of the weights `name`."""

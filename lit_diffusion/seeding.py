@@ -1,8 +1,9 @@
-"""Random seeds: every random number is a function of a documented key.
+"""Random numbers that depend only on a key, not on the random numbers before them.
 
-The key of a training step is (seed, rank, step, micro-batch). A resumed run therefore draws the
-same numbers as an uninterrupted run, and ranks draw different numbers. The key of a sample is its
-seed. The noise of a sample therefore does not depend on batch size, device or number of ranks.
+The key of a training batch is (seed of the run, rank, optimizer step, index of the batch).
+Therefore, a resumed run draws the same numbers as an uninterrupted run, and each rank draws
+different numbers. The key of a generated sample is the seed of the sample. Therefore, the noise of
+a sample does not depend on batch size, device or number of ranks.
 """
 
 import hashlib
@@ -21,9 +22,10 @@ _INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 def fold(*key: int | str) -> int:
     """Hash a key to a 63-bit seed.
 
-    Different keys give unrelated seeds. A CPU generator uses only the low 32 bits of a seed. Among
-    n keys, about `n**2 / 2**33` pairs have the same low 32 bits. This is harmless for the noise of
-    training steps. Samples must all differ, so `PerSampleNoise` uses a different function.
+    Different keys give unrelated seeds. torch's CPU generator uses only the low 32 bits of a seed,
+    so two keys may give the same random numbers. Among n keys, this is the case for about
+    `n**2 / 2**33` pairs. In training, such pairs are harmless. Generated samples must all differ,
+    so `PerSampleNoise` maps seeds to generators with a function that is one-to-one.
 
     Example:
         >>> fold("step", 0, 1) == fold("step", 0, 1), fold("step", 0, 1) == fold("step", 1, 0)
@@ -34,11 +36,11 @@ def fold(*key: int | str) -> int:
 
 
 RUN_SEED = "PL_GLOBAL_SEED"
-"""Where Lightning's `seed_everything` leaves its seed."""
+"""Environment variable in which Lightning's `seed_everything` stores its seed."""
 
 
 def run_seed() -> int | None:
-    """The seed that was passed to Lightning's `seed_everything`; None if it was not called.
+    """Return the seed that was passed to Lightning's `seed_everything`, or None without a call.
 
     Example:
         >>> from lightning.pytorch import seed_everything
@@ -56,11 +58,12 @@ def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> int:
     Args:
         seed: seed of the run.
         rank: rank of the process.
-        step: optimizer steps completed.
-        micro_batch: index of the batch among those accumulated for one step.
+        step: number of completed optimizer steps.
+        micro_batch: number that tells apart the batches that are accumulated for one optimizer
+            step, such as the index of the batch in the epoch.
 
     Returns:
-        The seed that was set. It can be used for other generators.
+        The seed that was set. You may seed other generators with it.
 
     Example:
         >>> key, first = seed_step(seed=0, rank=0, step=100, micro_batch=0), torch.rand(1)
@@ -84,13 +87,14 @@ def _has_accelerator() -> bool:
 class PerSampleNoise:
     """Standard normal noise with one CPU generator per sample.
 
-    Row i of a draw depends only on `seeds[i]` and the number of earlier draws, not on other rows.
-    Within a stream, different seeds below `2**32` give different noise. Numbers are drawn on the
-    CPU in float32 and then moved to the device, so all devices get the same noise.
+    The noise of sample i depends only on `seeds[i]`, the stream and the number of earlier draws,
+    not on the other samples. In a stream, different seeds below `2**32` give different noise.
+    Numbers are drawn on the CPU in float32 and then copied to the device, so all devices get the
+    same noise.
 
     Args:
         seeds: one integer per sample.
-        stream: name of the purpose of the noise. For the same seed, different streams give
+        stream: name of the purpose of the noise. With the same seed, different streams give
             different noise.
 
     Attributes:
@@ -110,7 +114,7 @@ class PerSampleNoise:
         ]
 
     def draw(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        """Draw (N, *shape) float32 and copy it to the device, without waiting for a GPU."""
+        """Draw noise (N, *shape) float32, and copy it to the device without waiting for a GPU."""
         is_cuda = torch.device(device).type == "cuda"
         size = (len(self.generators), *shape)
         out = torch.empty(size, dtype=torch.float32, pin_memory=is_cuda)
@@ -119,12 +123,12 @@ class PerSampleNoise:
         return out.to(device, non_blocking=is_cuda)
 
     def randn_like(self, x: Tensor) -> Tensor:
-        """The next draw, with the shape, dtype and device of `x` (N, ...)."""
+        """Draw noise with the shape, dtype and device of `x` (N, ...)."""
         return self.draw(x.shape[1:], x.device).to(x.dtype)
 
 
 def _scramble(seed: int, offset: int) -> int:
-    """A bijective hash of 32-bit integers: two xor-shift and multiply rounds."""
+    """Hash a 32-bit integer bijectively, with two rounds of xor-shift and multiplication."""
     x = (seed + offset) % _WORD
     for factor in (0x85EBCA6B, 0xC2B2AE35):  # odd, so invertible
         x = (x ^ x >> 16) * factor % _WORD
@@ -132,7 +136,7 @@ def _scramble(seed: int, offset: int) -> int:
 
 
 def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
-    """Default classes of samples with these seeds, `seed % num_classes`.
+    """Return the default class of each sample, `seed % num_classes`.
 
     Example:
         >>> classes_of([0, 1, 12], num_classes=10)
@@ -144,10 +148,10 @@ def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
 
 
 def index_uniforms(index: Tensor) -> Tensor:
-    """Compute a fixed u in [0, 1) for each sample index, so that consecutive indices spread evenly.
+    """Map sample indices to numbers u in [0, 1), so that consecutive indices cover [0, 1) evenly.
 
-    The formula is `u = frac(1/2 + index / golden_ratio)`. It is the additive recurrence with the
-    lowest discrepancy. With this u, a validation set of any size covers all noise levels evenly.
+    The formula `u = frac(1/2 + index / golden_ratio)` is the additive recurrence with the lowest
+    discrepancy. With this u, a validation set of any size covers all noise levels evenly.
 
     Args:
         index: (B,) int64 indices of samples.

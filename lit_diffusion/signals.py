@@ -1,7 +1,7 @@
-"""Record signals of a batch system or a terminal, so that a run can react at a safe point.
+"""Record signals from a batch system or a terminal, so that a run can save a checkpoint later.
 
-A batch system signals all processes of a job. Handlers only record the signal. A handler that saved
-a checkpoint could interrupt an update, or a collective that other ranks have not entered.
+The handlers only record a signal. They do not save a checkpoint, because the signal may arrive in
+the middle of an optimizer step, or during a collective that other ranks have not entered yet.
 """
 
 import atexit
@@ -18,34 +18,37 @@ from types import FrameType
 from typing import Any
 
 EXIT_SAVED = 75
-"""Exit code of a process that saved and should be restarted: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a process that saved a checkpoint on a signal, and that should be started again.
+The value is EX_TEMPFAIL of sysexits.h."""
 
 ECHO_SECONDS = 0.3
-"""A second SIGINT within this time counts as the same Ctrl-C: torchrun forwards it to its ranks."""
+"""Time in seconds. After a Ctrl-C, a rank gets SIGINT from the terminal and again from torchrun,
+which forwards it. Therefore, a second SIGINT within this time is part of the same Ctrl-C."""
 
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
-"""Signals of a terminal. A shell loop must not restart a process that ended on one of them."""
+"""Signals that a terminal sends on Ctrl-C and when it closes. A process that ends because of signal
+n of these has the exit code 128 + n, so that a loop in a shell script does not start it again."""
 
-_recorder: "SignalRecorder | None" = None  # the active one
+_recorder: "SignalRecorder | None" = None  # the recorder that was started last, until it stops
 
 
 class SignalRecorder:
-    """Records signals between `start` and `stop`, during which they do not end the process.
+    """Records signals between `start` and `stop`. In this time, the signals do not end the process.
 
-    A recorder that starts inside another one takes over a signal that the outer one has received.
-    Signals that were ignored before, as under nohup, stay ignored. A second Ctrl-C raises
-    KeyboardInterrupt.
+    If a recorder starts while another recorder is active, it takes over the signal that the other
+    recorder has received. A signal that the process ignored before, such as SIGHUP under nohup, is
+    still ignored. A second Ctrl-C raises KeyboardInterrupt.
 
-    Processes that are forked while signals are recorded, such as DataLoader workers, block these
-    signals. Only their parent ends them, so a signal to the whole job does not kill the workers and
-    thereby the run. Workers that are spawned (see `multiprocessing_context` of DataLoader) are not
-    protected.
+    DataLoader workers that are forked in this time block the signals. Otherwise, a signal that a
+    batch system sends to all processes of a job would kill the workers, and their death would end
+    the run. A forked process still ends if its parent sends it SIGTERM. Workers that are spawned
+    (see `multiprocessing_context` of DataLoader) do not block the signals.
 
     Args:
         signals: signals to record.
 
     Attributes:
-        received: the first signal received; None before that.
+        received: the first signal that was received; None if there was none.
         ctrl_c_message: text to print to stderr at the first Ctrl-C.
 
     Example:
@@ -69,7 +72,7 @@ class SignalRecorder:
         """Start recording.
 
         Raises:
-            ValueError: outside the main thread, because Python handles signals only there.
+            ValueError: if this is not the main thread, because Python handles signals only there.
         """
         global _recorder
         if threading.current_thread() is not threading.main_thread():
@@ -100,7 +103,8 @@ class SignalRecorder:
         global _recorder
         _recorder = None
         for number in self._previous_handlers:
-            signal.signal(number, lambda *_: None)  # a later fit would leave SIG_IGN in place
+            # Not SIG_IGN, because a recorder of a later fit would leave it in place.
+            signal.signal(number, lambda *_: None)
             atexit.register(signal.signal, number, signal.SIG_IGN)  # Python resets handlers at exit
 
     def _record(self, number: int, frame: FrameType | None) -> None:
@@ -110,17 +114,18 @@ class SignalRecorder:
         if number == signal.SIGINT and self._ctrl_c_time > now:
             self._ctrl_c_time = now
             with suppress(OSError):
-                os.write(2, self.ctrl_c_message.encode())  # the signal may have interrupted print
+                os.write(2, self.ctrl_c_message.encode())  # not print, which may be interrupted
         if self.received is None:
             self.received = signal.Signals(number)
 
 
 @contextmanager
 def record_signals() -> Iterator[None]:
-    """Context that records SIGTERM and SIGUSR1 until a fit that starts inside it takes them over.
+    """Context that records SIGTERM and SIGUSR1 before a fit inside it starts its own recorder.
 
-    If a run inside saves on a signal and exits, further signals have no effect, so that they cannot
-    change the exit code.
+    The recorder of the fit takes over a signal that arrived before the fit. If the fit saves a
+    checkpoint on a signal and exits, further signals have no effect, so that they cannot change the
+    exit code.
     """
     global _recorder
     recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
@@ -139,9 +144,9 @@ def record_signals() -> Iterator[None]:
 
 
 def redeliver_signal() -> None:
-    """Stop recording signals, and redeliver one that was recorded.
+    """Stop recording signals, and send this process the recorded signal again, if there is one.
 
-    For processes that have nothing to save.
+    Call this function if there is no checkpoint to save. The signal then has its usual effect.
     """
     recorder = _recorder
     if recorder is not None:
@@ -151,7 +156,7 @@ def redeliver_signal() -> None:
 
 
 class InterruptedBySignal(KeyboardInterrupt):
-    """Raised when a signal other than SIGINT interrupts the process."""
+    """KeyboardInterrupt that a signal other than SIGINT causes."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -159,9 +164,14 @@ class InterruptedBySignal(KeyboardInterrupt):
 
 
 class SavedOnSignal(SystemExit):
-    """Ends a process that saved a checkpoint at optimizer step `step` because of a signal.
+    """Ends a process that saved a checkpoint because of a signal.
 
-    The exit code is 75, or 128 + n after a terminal signal n.
+    The exit code is 75, or 128 + n if n is one of the `TERMINAL_SIGNALS`.
+
+    Args:
+        number: number of the signal.
+        step: optimizer steps completed.
+        path: path of the checkpoint.
     """
 
     def __init__(self, number: int, step: int, path: Path) -> None:
@@ -171,7 +181,7 @@ class SavedOnSignal(SystemExit):
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Context in which SIGTERM and SIGHUP raise `InterruptedBySignal`, a KeyboardInterrupt."""
+    """Context in which SIGTERM and SIGHUP raise `InterruptedBySignal`."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise InterruptedBySignal(number)
@@ -182,7 +192,7 @@ def raise_on_signals() -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Context that holds back Ctrl-C, SIGTERM and SIGHUP, and delivers them at its end.
+    """Context that delays the effect of Ctrl-C, SIGTERM and SIGHUP until the context ends.
 
     Example:
         >>> with defer_signals():
@@ -200,7 +210,10 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def _handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
-    """Context that handles signals, except ignored ones; no-op outside the main thread."""
+    """Context in which `handler` handles the signals that the process does not ignore.
+
+    Outside the main thread, the context changes nothing, because Python handles no signals there.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     handled = [n for n in numbers if is_main and signal.getsignal(n) not in (None, signal.SIG_IGN)]
     previous = {number: signal.signal(number, handler) for number in handled}
@@ -212,15 +225,15 @@ def _handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> Iterator
 
 
 def print_error(text: str) -> None:
-    """Print to stderr; do nothing if its terminal has been closed."""
+    """Print to stderr. Do nothing if the terminal has been closed."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _after_fork() -> None:
-    """Block the recorded signals in a forked process, except a SIGTERM sent by its parent.
+    """Block the recorded signals in a forked process, which a SIGTERM from its parent still ends.
 
-    A thread waits for that SIGTERM, because a blocked signal calls no handler.
+    A thread waits for this SIGTERM, because a blocked signal does not call a handler.
     """
     if _recorder is None:
         return

@@ -1,9 +1,9 @@
 """Training times: random numbers u in [0, 1), mapped to times of the process.
 
-The number u is a noise level, and larger values are noisier. `draw_uniforms` draws u from a
-piecewise constant density, which is uniform by default. Curricula and resamplers set this density.
-A `TimestepDistribution`, such as `LogNormal`, maps u to a time of the process. `Stratified`,
-`Antithetic` and `Independent` are joint distributions of the random numbers of a batch.
+A training step draws a number u for each image of the batch with `draw_uniforms`. A larger u means
+a noisier image. The density of u is uniform, unless a callback, such as a curriculum, changes it.
+`Stratified`, `Antithetic` and `Independent` are joint distributions of the numbers of a batch. A
+`TimestepDistribution`, such as `LogNormal`, maps u to a time of the process.
 """
 
 import math
@@ -29,10 +29,10 @@ def draw_uniforms(
 
     Args:
         n: number of values.
-        density: (num_bins,) weights of equal bins over [0, 1], not necessarily normalized. None
+        density: (num_bins,) density in equal bins over [0, 1], not necessarily normalized. None
             means the uniform density.
-        uniforms: joint distribution of the n values before they are mapped to the density. None
-            means Stratified().
+        uniforms: joint distribution of the n uniform random numbers from which the values are
+            computed. None means `Stratified()`.
         generator: source of randomness. None means torch's global generator.
         device: device of the result.
 
@@ -49,7 +49,7 @@ def draw_uniforms(
 
 
 def bin_of(u: Tensor, num_bins: int) -> Tensor:
-    """Index of the bin of each u, (B,) int64, among equal bins over [0, 1].
+    """Return the index of the bin of each u, (B,) int64, if [0, 1] is divided into equal bins.
 
     Example:
         >>> bin_of(torch.tensor([0.0, 0.49, 0.5, 0.99]), num_bins=2)
@@ -59,16 +59,16 @@ def bin_of(u: Tensor, num_bins: int) -> Tensor:
 
 
 def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
-    """Quantile function of a piecewise constant density, linear within a bin."""
+    """Quantile function of a piecewise constant density. It is linear within each bin."""
     weights = density.to(device=u.device, dtype=torch.float64)
     if weights.is_cuda and torch.are_deterministic_algorithms_enabled():
-        cdf = weights.expand(len(weights), -1).tril().sum(1)  # as cumsum raises an error there
+        cdf = weights.expand(len(weights), -1).tril().sum(1)  # because cumsum raises an error here
     else:
         cdf = weights.cumsum(0)
-    cdf = cdf / cdf[-1]  # ends at exactly 1, so that no u is in empty bins at the end
+    cdf = cdf / cdf[-1]  # ends at exactly 1, so that no u is mapped to an empty bin at the end
     index = torch.searchsorted(cdf, u, right=True)
     mass = cdf.diff(prepend=cdf.new_zeros(1))[index]
-    # Must be below 1 even after rounding, because the next bin may be empty.
+    # The fraction must be below 1 even after rounding, because the next bin may be empty.
     fraction = ((u - (cdf[index] - mass)) / mass).clamp(0, 1 - 2**-32)
     return (index + fraction) / len(cdf)
 
@@ -85,7 +85,7 @@ class Independent:
     """
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
-        """(n,) float64 in [0, 1)."""
+        """Draw n numbers, (n,) float64 in [0, 1)."""
         return torch.rand(n, dtype=torch.float64, generator=generator, device=device)
 
 
@@ -93,7 +93,7 @@ class Independent:
 class Stratified:
     """One uniform random number from each of n equal strata of [0, 1), in random order.
 
-    This lowers the variance of the loss.
+    The variance of the loss is lower than with `Independent`.
 
     Source: Kingma et al. 2021 (VDM), appendix I.1, but with an independent offset in each stratum.
 
@@ -104,7 +104,7 @@ class Stratified:
     """
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
-        """(n,) float64 in [0, 1)."""
+        """Draw n numbers, (n,) float64 in [0, 1)."""
         u = torch.rand(n, dtype=torch.float64, generator=generator, device=device)
         u = (torch.randperm(n, generator=generator, device=device) + u) / n
         return u.clamp(max=LAST_UNIFORM)
@@ -112,11 +112,11 @@ class Stratified:
 
 @dataclass(frozen=True)
 class Antithetic:
-    """Pairs of u and `1 - u`, so that the second half of the batch mirrors the first.
+    """Pairs of u and `1 - u`: the second half of the batch mirrors the first half.
 
     For odd n, the last value of the first half has no partner.
 
-    Source: the code of Song et al. 2021 (DDIM). VDM uses the name antithetic for `Stratified`.
+    Source: the code of Song et al. 2021 (DDIM). In VDM, "antithetic" means `Stratified`.
 
     Example:
         >>> u = Antithetic().uniforms(5, None, None)
@@ -125,14 +125,14 @@ class Antithetic:
     """
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
-        """(n,) float64 in [0, 1)."""
+        """Draw n numbers, (n,) float64 in [0, 1)."""
         first = torch.rand((n + 1) // 2, dtype=torch.float64, generator=generator, device=device)
         return torch.cat([first, (1 - first).clamp(max=LAST_UNIFORM)])[:n]
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Times for uniform u. These are uniform times, or on `EDMProcess` uniform `ln(sigma)`.
+    """Uniform times. On `EDMProcess`, `ln(sigma)` is uniform instead.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1.
 
@@ -143,16 +143,17 @@ class Uniform:
     """
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """`process.from_unit(u)`."""
+        """Return `process.from_unit(u)`."""
         return process.from_unit(u)
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Times for which `ln(sigma / alpha)` is normal, so that intermediate levels are trained most.
+    """Times for which `ln(sigma / alpha)` is normally distributed.
 
-    Levels outside the range of the process are clamped. For EDM, a fraction of 2e-5 of the levels
-    is clamped. In a discrete process, times are rounded to the nearest step.
+    Therefore, intermediate noise levels are trained most often. Levels outside the range of the
+    process are clamped to the range. With the defaults on `EDMProcess()`, a fraction of 2e-5 of the
+    levels is clamped. On a discrete process, times are rounded to the nearest step.
 
     Args:
         mean: mean of `ln(sigma / alpha)`. EDM uses -1.2. EDM2 uses -0.4 for latents and -0.8 for
@@ -161,7 +162,7 @@ class LogNormal:
             1.6 for 64x64 pixels.
 
     Raises:
-        ValueError: unless both are finite and std > 0.
+        ValueError: unless mean and std are finite and std > 0.
 
     Source: Karras et al. 2022 (EDM), table 1 and section 5.
 
@@ -182,7 +183,10 @@ class LogNormal:
             raise ValueError(f"mean must be finite, got {self.mean}.")
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """The time with the level `exp(mean + std * z)`, with the normal quantile z of u."""
+        """Return the time at which `sigma / alpha` is `exp(mean + std * z)`.
+
+        Here, z is the quantile of the standard normal distribution at u.
+        """
         t = process.at_log_snr(-2 * (self.mean + self.std * torch.special.ndtri(u.double())))
         t = t if process.num_steps is None else t.round()
         return t.clamp(process.t_min, process.t_max)
@@ -190,13 +194,14 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class LogitNormal(LogNormal):
-    """Times for which `logit(t)` is normal on `LinearFlow`: `LogNormal` with the defaults of SD3.
+    """Times for which `logit(t)` is normally distributed on `LinearFlow`, as in SD3.
 
-    On `LinearFlow`, `logit(t)` equals `ln(sigma / alpha)`.
+    The class is `LogNormal` with other defaults, because `ln(sigma / alpha)` equals `logit(t)` on
+    `LinearFlow`.
 
     Args:
-        mean: mean of `logit(t)`. If it is above 0, the noisy half of the levels is trained more.
-            The best values in SD3 are mean 0 and std 1.
+        mean: mean of `logit(t)`. If it is above 0, noisy images are trained more often. The best
+            values in SD3 are mean 0 and std 1.
         std: standard deviation of `logit(t)`.
 
     Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 19.
@@ -213,15 +218,16 @@ class LogitNormal(LogNormal):
 
 @dataclass(frozen=True)
 class Shifted:
-    """Times of another distribution, with each noise level sigma / alpha multiplied by `shift`.
+    """Times of another distribution, with each noise level `sigma / alpha` multiplied by `shift`.
 
-    On `LinearFlow`, t becomes `shift * t / (1 + (shift - 1) * t)`. Larger images need more noise.
+    On `LinearFlow`, t becomes `shift * t / (1 + (shift - 1) * t)`. Use a shift above 1 for larger
+    images, because they need more noise.
 
     Args:
         base: the times to shift.
-        shift: factor on the noise levels, > 0. Above 1, the times are noisier. SD3's rule for a
-            change from n to m pixels is `sqrt(m / n)`. From 256x256 to 1024x1024 pixels, the rule
-            gives 4, but the authors of SD3 preferred 3.
+        shift: factor on the noise levels, > 0. A factor above 1 makes the times noisier. SD3's rule
+            for a change from n to m pixels per image is `sqrt(m / n)`. From 256x256 to 1024x1024
+            pixels, the rule gives 4, but the authors of SD3 preferred 3.
 
     Raises:
         ValueError: if shift <= 0.
@@ -242,13 +248,13 @@ class Shifted:
         check_shift(self.shift)
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """The shifted time of the base, which is rounded if time is discrete."""
+        """Return the shifted times of `base`. On a discrete process, they are rounded."""
         t = shift_times(self.base.quantile(u, process), self.shift, process)
         return t if process.num_steps is None else t.round()
 
 
 def check_shift(shift: float) -> None:
-    """Raise ValueError unless a factor on noise levels is positive and finite.
+    """Raise ValueError unless `shift`, a factor on noise levels, is positive and finite.
 
     Example:
         >>> check_shift(3.0)
@@ -263,10 +269,10 @@ def shift_times(t: Tensor, shift: float, process: Process) -> Tensor:
     Args:
         t: (N,) float64 times.
         shift: factor on the noise levels.
-        process: the process. The result is clamped to its range of times.
+        process: the process. The returned times are clamped to its range of times.
 
     Returns:
-        (N,) float64 times.
+        The times, (N,) float64.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow

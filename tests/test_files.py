@@ -96,7 +96,7 @@ def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("socket")
         for (name, kind), read in itertools.product(kinds.items(), reads):
-            with pytest.raises(ValueError, match=f"{name} is no regular file, but a {kind}"):
+            with pytest.raises(ValueError, match=f"{name} is not a regular file, but a {kind}"):
                 read(Path(name))
     with pytest.raises(FileNotFoundError, match="nothing"):
         check_regular("nothing")

@@ -309,7 +309,7 @@ def test_a_pipe_in_place_of_the_record_is_not_waited_for(exported):
     for name in ("network.safetensors", RECORD):
         Path("out", name).unlink()
         os.mkfifo(Path("out", name))
-        with pytest.raises(ValueError, match="no regular file, but a pipe"):
+        with pytest.raises(ValueError, match="not a regular file, but a pipe"):
             load("out")
 
 

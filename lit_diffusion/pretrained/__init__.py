@@ -1,6 +1,7 @@
 """Trained models that ship with the package: folders in the format of `convert export`.
 
-`tests/benchmarks/package_model.py` writes these folders. Importing this file does not import torch.
+The script `tests/benchmarks/package_model.py` writes the folders. Importing this module does not
+import torch.
 """
 
 from pathlib import Path
@@ -9,7 +10,7 @@ FOLDER = Path(__file__).parent
 
 
 def list_models() -> list[str]:
-    """Names of the models in the package, sorted.
+    """Return the sorted names of the models in the package.
 
     Example:
         >>> list_models()
@@ -19,7 +20,7 @@ def list_models() -> list[str]:
 
 
 def find_model(name: str | Path) -> Path | None:
-    """Folder of the model `name`; None if the package has no such model.
+    """Return the folder of the model `name`, or None if the package has no such model.
 
     Example:
         >>> find_model("digits").name, find_model("runs/digits")
@@ -29,5 +30,5 @@ def find_model(name: str | Path) -> Path | None:
 
 
 def is_packaged(folder: Path) -> bool:
-    """Whether `folder` is one that `find_model` returns."""
+    """Whether `folder` is the folder of a model in the package."""
     return folder.parent.resolve() == FOLDER.resolve() and folder.name in list_models()

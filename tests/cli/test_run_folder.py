@@ -84,7 +84,7 @@ def test_a_config_that_is_not_yaml_is_named():
 @pytest.mark.parametrize("option", ["--model=", "--data ", "--trainer.callbacks=", "--config "])
 def test_a_pipe_as_the_value_of_an_option_is_refused_and_not_waited_for(option):
     os.mkfifo("pipe")
-    with pytest.raises(ValueError, match=r"^pipe is no regular file, but a pipe"):
+    with pytest.raises(ValueError, match=r"^pipe is not a regular file, but a pipe"):
         read(f"fit {option}pipe")
 
 

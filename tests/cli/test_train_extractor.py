@@ -78,7 +78,7 @@ def test_a_run_is_scored_by_the_network_of_its_user_and_takes_it_along(capsys):
         ("model: {}", "", "must name data with splits"),
         (CONFIG, "--out photos.yaml", "ends in .safetensors"),
         (CONFIG, "--out there.safetensors", "exists already"),
-        (CONFIG, "--data=pipe", "pipe is no regular file"),
+        (CONFIG, "--data=pipe", "pipe is not a regular file"),
         (CONFIG.replace("train: photos, ", ""), "", "train must be given"),
     ],
 )

@@ -300,6 +300,6 @@ def test_a_vae_with_a_pipe_or_device_in_place_of_weights_is_refused(vae, tmp_pat
     weights.unlink()
     os.mkfifo(weights) if kind == "pipe" else weights.symlink_to("/dev/zero")
     latents = latent_module()
-    with pytest.raises(ValueError, match=f"is no regular file, but a {kind}"):
+    with pytest.raises(ValueError, match=f"is not a regular file, but a {kind}"):
         write(tmp_path / "out", latents, DIT, str(vae))
     assert not (tmp_path / "out").exists()

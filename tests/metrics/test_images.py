@@ -111,7 +111,7 @@ def test_a_decompression_bomb_and_what_is_no_file_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"bomb\.png is damaged or no image .*bomb"):
         read_image(bomb)
     os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(ValueError, match=r"pipe\.png is no regular file"):
+    with pytest.raises(ValueError, match=r"pipe\.png is not a regular file"):
         read_image(tmp_path / "pipe.png")
 
 
