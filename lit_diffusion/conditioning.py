@@ -62,7 +62,9 @@ class ClassLabels:
             raise ValueError(f"labels must be one per image, ({num},), got {got}; use int64.")
         if bool(((condition < -1) | (condition >= self.num_classes)).any()):
             last = self.num_classes - 1
-            allowed = f"0..{last} or -1" if self.num_classes else "-1, without num_classes"
+            allowed = (
+                f"0..{last} or -1" if self.num_classes else "-1, because num_classes is not set"
+            )
             values = sorted(set(condition.tolist()))[:10]
             raise ValueError(f"labels must be {allowed}, got {values}.")
 

@@ -104,14 +104,18 @@ def test_seeds_take_the_examples_in_turn_and_none_without(shape):
 
 VALUES, THERE = torch.zeros(2, 4, 5), torch.zeros(2, 4).bool()
 EMBEDDINGS = Embeddings((4, 5))
-PAIR = r"embeddings must be a pair \(values \(2, 4, 5\) float, there \(2, 4\) bool\), got .*"
+PAIR = r"embeddings must be a pair \(values \(2, 4, 5\) float, present \(2, 4\) bool\), got .*"
 IDS = r"ids \(2, 3\) int64 in -1\.\.2, got "
 
 
 @pytest.mark.parametrize(
     ("conditioning", "condition", "message"),
     [
-        (None, torch.tensor([0, 3]), r"labels must be -1, without num_classes, got \[0, 3\]"),
+        (
+            None,
+            torch.tensor([0, 3]),
+            r"labels must be -1, because num_classes is not set, got \[0, 3\]",
+        ),
         (LABELS, torch.tensor([4, 1]), r"labels must be 0..3 or -1, got \[1, 4\]"),
         (LABELS, torch.tensor([-2, 1]), r"labels must be 0..3 or -1, got \[-2, 1\]"),
         (LABELS, torch.tensor([1]), r"one per image, \(2,\), got \(1,\) of torch.int64"),
@@ -149,7 +153,7 @@ LOWER = "different words in lower case.* got "
             "at most 3 words, got 4 in 'thin thin.*'",
         ),
         (lambda: Words(WORDS.vocabulary, 3, ("thin", "x")), "'x' is not in the vocabulary"),
-        (lambda: Words((), 2), f"{LOWER}none"),
+        (lambda: Words((), 2), f"{LOWER}no words"),
         (lambda: Words(("a b", "B"), 2), rf"{LOWER}\['a b', 'B'\]"),
         (lambda: Words(("a", "a", ""), 2), rf"{LOWER}\['', 'a'\]"),
         (lambda: Embeddings((4, 5), embedded(3, (5,))), r"examples must be .* \(3, 4, 5\) float"),

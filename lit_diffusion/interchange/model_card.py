@@ -151,8 +151,8 @@ def _usage(record: Mapping[str, Any], name: str, form: str) -> str:
         code += f"  # seed s gives class s % {num}"
     option = weights and f" --weights {record['weights']}"
     return (
-        "`FOLDER` is the folder of this file. `lit_diffusion.interchange.load_network` loads the "
-        "network alone, with torch and\nsafetensors.\n\n"
+        "`FOLDER` is the folder of this file. To load only the network, which needs only torch and "
+        "safetensors, call\n`lit_diffusion.interchange.load_network`.\n\n"
         f"```bash\nlit-diffusion sample --checkpoint FOLDER{option} --num 64 --out samples\n```\n\n"
         f"```python\n{code}\n```"
     )
@@ -186,7 +186,9 @@ def _scores(scored: Sequence[Mapping[str, Any]]) -> str:
     if not scored:
         return "The run has no score of these weights at this step."
     lines = [
-        "Compare an FID only with an FID of the same extractor, real images and number of images.",
+        "Compare an FID only with an FID that was computed with the same extractor, the same real "
+        'images and the same number\nof generated images. The column "FID of real images" is the '
+        "FID that other real images have in place of the\ngenerated images.",
         "",
         "| FID | FID of real images | generated images | real images | extractor |",
         "|---|---|---|---|---|",
@@ -203,4 +205,10 @@ def _scores(scored: Sequence[Mapping[str, Any]]) -> str:
     texts = [f"{key} {others[key]:.3f}" for key in names if others.get(key) is not None]
     if texts:
         lines += ["", f"Other metrics of the same images: {', '.join(texts)}."]
+    if others.get("memorized") is not None:
+        lines += [
+            "Here, memorized is the fraction of generated images whose pixel distance to the "
+            "nearest training image is at most the\nmedian of this distance over the held-out "
+            "images. New images would have about 0.5, and copies of training images 1.",
+        ]
     return "\n".join(lines)

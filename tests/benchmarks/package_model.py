@@ -6,12 +6,12 @@
 It replaces the folder lit_diffusion/pretrained/NAME, which gets
 
     network.safetensors     the average of the weights, in float16
-    network.json, README.md how the module is built, and the model card, as of `convert export`
+    network.json, README.md how the module is built, and the model card, from `convert export`
     config.yaml             the config of the run without paths of the machine
-    evaluations.jsonl       the last FID of the run; `evaluate` takes its protocol
-    NAME-cnn-*.safetensors  the extractor of this FID, if one was trained
+    evaluations.jsonl       the last FID of the run; `evaluate` uses the same FID protocol
+    NAME-cnn-*.safetensors  the feature extractor of this FID, if one was trained
 
-The FID is measured again from the written file, and printed and put into the card beside the first.
+The script measures the FID again with the written weights, prints it, and adds it to the card.
 """
 
 import argparse
@@ -51,18 +51,19 @@ NOTES = """## Data
 ```
 
 Check out commit `{commit}` first. The run took {hardware}.
-Its settings are in `config.yaml` in this folder. `tests/benchmarks/package_model.py` made the
-folder from the run.
+The settings of the run are in `config.yaml` in this folder. The script
+`tests/benchmarks/package_model.py` wrote this folder from the files of the run.
 
 ## Precision
 
-The file holds the weights in {dtype}. The scores below were measured in training, in float32.
-Generated from the file, the same {num:,} seeds have FID {fid:.4g}.
+`network.safetensors` contains the weights in {dtype}. The scores below were measured during
+training, with float32 weights. With the {dtype} weights, the images of the same {num:,} seeds have
+an FID of {fid:.4g}.
 
 ## Intended use
 
-The model is an example for first steps and for tests of software. Its license is that of
-lit-diffusion. The data are their authors'."""
+The model is an example for first steps with lit-diffusion and for tests of software. The license
+of lit-diffusion applies to the model. The training images belong to their authors."""
 
 
 def main() -> None:
