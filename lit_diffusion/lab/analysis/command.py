@@ -27,18 +27,19 @@ HELP = """Analyze checkpoints of diffusion models, of GANs, or of any LightningM
     lit-diffusion analyze landscape runs/a --path runs/a/checkpoints/epoch=*.ckpt --out way
     lit-diffusion analyze hessian runs/a --levels 0.1,0.5,0.9 --out spectrum
 
-Each analysis writes arrays (.npz), numbers (.json) and a figure (.png) to OUT. It prints the
-expected time before it starts. To continue a stopped analysis, run the same command again.
+Each analysis writes arrays (.npz), numbers (.json) and a figure (.png) to OUT. Before it starts, it
+prints how long it is expected to take. To continue a stopped analysis, run the same command again.
 Processes of torchrun or srun share the work."""
 
 
 DESCRIPTIONS = {
-    "consistency": """Measure whether models generate the same images from the same seeds. The PSNR
-is compared with that of different seeds, and with that of the nearest training images.""",
+    "consistency": """Measure by PSNR how similar the images are that models generate from the same
+seeds. For comparison, also measure the PSNR between images of different seeds, and between images
+and their nearest training images.""",
     "interpolate": "Compute losses on the line between two checkpoints.",
-    "landscape": """Compute losses on a plane through a checkpoint. The plane has two random
-directions, normalized filter by filter, which are equal for equal --seed. With --path, it is the
-plane of a run's trajectory.""",
+    "landscape": """Compute losses on a plane through a checkpoint. Two random directions span the
+plane. They depend on --seed and are normalized filter by filter. With --path, it is instead the
+plane that is closest to the checkpoints of a run.""",
     "hessian": """Estimate the eigenvalues of the Hessian of each loss, by stochastic Lanczos
 quadrature.""",
 }
@@ -46,7 +47,7 @@ quadrature.""",
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """Options that all analyses have, with the names of the command line.
+    """Options that all analyses have in common, with their names on the command line.
 
     Attributes:
         settings: all options that affect the results, by name.
@@ -109,7 +110,7 @@ def build_parser(name: str) -> Parser:
         add("checkpoints", nargs="+", metavar="C", help="two or more checkpoints")
         add("--num", type=integer, default=32, help="number of seeds (default 32)")
         add("--seed", type=integer, default=0, help="first seed (default 0)")
-        add("--extractor", help="extractor of features (default: that of the first run)")
+        add("--extractor", help="feature extractor (default: the first run's)")
         add("--batch-size", type=integer, default=64, metavar="B", help="default 64")
         return parser
     add("--images", type=integer, default=256, help="number of training images (default 256)")
@@ -119,14 +120,14 @@ def build_parser(name: str) -> Parser:
         add("first", metavar="A", help="checkpoint at alpha = 1")
         add("second", metavar="B", help="checkpoint at alpha = 0")
         add("--points", type=integer, default=51, help="points on the line (default 51)")
-        add("--align", action="store_true", help="repeat with B's hidden features in A's order")
+        add("--align", action="store_true", help="also permute B's hidden features to match A")
     elif name == "landscape":
         add("checkpoint", metavar="C", help="checkpoint at the center")
         add("--points", type=integer, default=21, help="points along each side (default 21)")
-        text = "half of a side, in lengths of filters; not with --path (default 1)"
+        text = "half of a side, in norms of the filters; without effect with --path (default 1)"
         add("--span", type=number, default=1.0, help=text)
         add("--seed", type=integer, default=0, help="seed of the directions (default 0)")
-        text = "checkpoints of the run of C, in order, which define the plane and are drawn in it"
+        text = "checkpoints of the run of C, in order; they define the plane and are drawn in it"
         add("--path", nargs="+", metavar="C", help=text)
     else:
         add("checkpoint", metavar="C", help="checkpoint to analyze")

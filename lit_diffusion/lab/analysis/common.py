@@ -1,7 +1,8 @@
 """Helpers that all analyses use: loading, the output folder, and resumable work.
 
-Work is split into pieces, and the arrays of each piece are saved as soon as it is computed. A later
-call computes only the missing pieces. Processes of torchrun or srun share the pieces.
+The work of an analysis is split into pieces. The arrays of a piece are saved as soon as they are
+computed. If an analysis is stopped, the next call computes only the missing pieces. Processes of
+torchrun or srun each compute a share of the pieces.
 """
 
 import hashlib
@@ -47,7 +48,8 @@ def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True
         path: checkpoint file or run folder.
         options: options with the weights and the device.
         moves: whether the analysis changes the weights. If True, spectral norms are computed
-            exactly, because stored singular vectors would be wrong for changed weights.
+            exactly, because the singular vectors that torch stores would be wrong for changed
+            weights.
     """
     loaded = load_module(path, options.weights, trust=options.trust)
     loaded.module.to(usable_device(options.device))
@@ -97,10 +99,11 @@ def print_cost_of_losses(losses: Losses, times: int) -> None:
 
 
 def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) -> Path:
-    """Create the output folder with a plan.json, or check that it belongs to the same analysis.
+    """Create the output folder and its plan.json, or check that the folder has the same plan.
 
     Raises:
-        ValueError: if the folder belongs to a different analysis. The message names the difference.
+        ValueError: if the folder contains other files, or an analysis with different settings. The
+            message names a difference.
     """
     folder, path = Path(options.out), Path(options.out, "plan.json")
     checkpoints = [
@@ -152,7 +155,7 @@ def compute_pieces(
         folder: output folder, with a file pieces/NAME.npz per piece.
         names: names of the pieces.
         compute: function that computes the arrays of a piece from its name.
-        unit: noun for a piece in progress messages.
+        unit: what a piece is called in progress messages, such as "row".
 
     Raises:
         UnfinishedAnalysis: if other processes have not computed their share yet.
@@ -172,12 +175,13 @@ def compute_pieces(
     except KeyboardInterrupt:
         num = sum(file.is_file() for file in files.values())
         print_error(
-            f"Stopped with {num} of {len(names)} {unit}s in {folder}; the same command goes on."
+            f"Stopped with {num} of {len(names)} {unit}s in {folder}; run it again to continue."
         )
         raise
     if not all(file.is_file() for file in files.values()):
         raise UnfinishedAnalysis(
-            f"Other processes are still computing for {folder}; run the same command after them."
+            f"Other processes are still computing for {folder}. When they have finished, run the "
+            "same command again."
         )
     arrays: list[Arrays] = []
     for file in files.values():
@@ -189,7 +193,7 @@ def compute_pieces(
 def save_result(path: Path, result: Mapping[str, Any], note: str = "") -> None:
     """Write the arrays of a result to `path`.npz, and everything else to `path`.json.
 
-    A `note`, which says how the result was measured, becomes the entry "note".
+    A `note` that says how the result was measured is stored as the entry "note" of the JSON file.
     """
     arrays = {name: value for name, value in result.items() if isinstance(value, np.ndarray)}
     others = {name: value for name, value in result.items() if name not in arrays}
@@ -200,13 +204,16 @@ def save_result(path: Path, result: Mapping[str, Any], note: str = "") -> None:
 
 
 def save_arrays(path: Path, arrays: Arrays) -> None:
-    """Atomically write an .npz file. Other processes may write the same file."""
+    """Atomically write an .npz file. Several processes may write the same file at once."""
     with atomic_write(path, shared=True) as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def save_figure(figure: Figure, path: Path, note: str = "") -> None:
-    """Atomically write a PNG file with a note above it. Other processes may write the same file."""
+    """Atomically write a PNG file, with `note` as its title.
+
+    Several processes may write the same file at once.
+    """
     if note:  # 14 characters of this size are an inch wide
         figure.suptitle(fill(note, int(14 * figure.get_figwidth())), fontsize="small")
     with atomic_write(path, shared=True) as file:

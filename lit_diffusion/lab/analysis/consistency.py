@@ -35,22 +35,24 @@ class Consistency:
 
     Attributes:
         names: names of the models.
-        paper: mean PSNR between the first model's images and the other models' images, in dB (Eq.
-            1).
-        all_pairs: mean PSNR over all pairs of models, in dB.
-        pairs: (M, M) mean PSNR of each pair, in dB.
+        paper: mean PSNR between images of the first model and of each other model from the same
+            seeds, in dB (Eq. 1 of the paper).
+        all_pairs: mean PSNR between images from the same seeds, over all pairs of models, in dB.
+        pairs: (M, M) mean PSNR between images from the same seeds, for each pair of models, in dB.
         shuffled: mean PSNR between images of different models and different seeds, in dB.
         same_class: mean PSNR between images of different models and different seeds of the same
             class, in dB. None if there are no classes, or if no class has two seeds.
-        nearest: mean PSNR between images and their nearest training images, in dB. If the PSNR
-            between models is not higher, the models may just reproduce training images. None if
-            there are no training images.
-        same_nearest: fraction of pairs of images with the same nearest training image.
+        nearest: mean PSNR between images and their nearest training images, in dB. If `all_pairs`
+            is not higher, models may agree only because they reproduce training images. None if no
+            training images were given.
+        same_nearest: fraction of pairs of images from the same seed that have the same nearest
+            training image. None if no training images were given.
         features: similarity of features, `1 - d_same / d_other`. Here, d_same is the mean feature
-            distance between images of the same seed, and d_other is the mean feature distance
-            between images of different seeds (of the same class, if there are classes). The
-            similarity is 1 for equal images and 0 for chance. None if there are no features.
-        per_seed: (N,) mean PSNR over pairs of models, in dB.
+            distance between images from the same seed, and d_other is the mean feature distance
+            between images from different seeds (of the same class, if there are classes). The
+            similarity is 1 for equal images and 0 for chance. None if no feature extractor was
+            given.
+        per_seed: (N,) mean PSNR over all pairs of models, for each seed, in dB.
 
     Example:
         >>> images = torch.randint(256, (2, 4, 1, 8, 8), dtype=torch.uint8)
@@ -82,9 +84,9 @@ def measure_consistency(
     Args:
         images: uint8 (M, N, C, H, W), images of M >= 2 models from the same N >= 2 seeds.
         names: names of the models.
-        nearest_of: function that returns the nearest training images of images uint8
-            (N, C, H, W), in the same shape.
-        features_of: function that returns features (N, F) of images uint8 (N, C, H, W).
+        nearest_of: function that returns the nearest training image of each image. Its input and
+            output are uint8 (N, C, H, W).
+        features_of: function that returns the features (N, F) of images, uint8 (N, C, H, W).
         labels: (N,) classes of the seeds.
 
     Example:
@@ -202,10 +204,10 @@ def compare_images(
         f"consistency (Eq. 1)    {result.paper:.2f} dB\n"
         f"over all pairs         {result.all_pairs:.2f} dB\n"
         f"chance: other seeds    {result.shuffled:.2f} dB{same_class}\n"
-        f"to nearest training image {result.nearest:.2f} dB; "
-        f"the same one {result.same_nearest:.0%}\n"
-        f"in features            {result.features:.2f} of the way from chance to the same "
-        f"({protocol.name})"
+        f"nearest training image {result.nearest:.2f} dB; "
+        f"the same for {result.same_nearest:.0%} of the pairs\n"
+        f"similarity of features {result.features:.2f} (0 for chance, 1 for equal images; "
+        f"{protocol.name})"
     )
 
 

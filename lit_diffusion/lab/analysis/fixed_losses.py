@@ -1,7 +1,7 @@
 """Losses that depend only on a module's weights, and functions that change these weights.
 
-Images, noise levels and noise are fixed, so a loss can be compared between weights and
-differentiated twice.
+Images, noise levels and noise are fixed. Therefore, losses at different weights can be compared,
+and a loss can be differentiated twice.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +47,8 @@ def evaluate_losses(
 
     Args:
         module: module on whose weights the losses depend.
-        states: weights by name. Weights that are not in a state are not changed.
+        states: weights to load for each evaluation, by name. Weights that are missing from a state
+            are not changed.
         losses: losses by name.
 
     Returns:
@@ -73,9 +74,9 @@ def evaluate_losses(
 class ExactSpectralNorm(nn.Module):
     """Divides a weight by its largest singular value, and differentiates through that value.
 
-    In contrast, torch's spectral norm stores the singular vectors of the last power iteration.
-    After a change of the weights, these vectors are wrong. They also do not contribute to the
-    curvature.
+    In contrast, torch's spectral norm uses stored singular vectors from its last power iteration.
+    If an analysis changes the weights, these vectors are wrong. Their derivatives are also missing
+    from the Hessian, because torch treats them as constants.
 
     Args:
         dim: dimension of the weight that indexes the rows of the matrix.
@@ -116,8 +117,8 @@ def fixed_batch(module: Any, dataset: Any, num_images: int) -> tuple[Tensor, Any
     """Read evenly spaced images of a data set, on the module's device.
 
     Returns:
-        x0 (B, C, H, W), encoded by the module's codec; labels; and indices (B,) int64 in the data
-        set.
+        The images x0 (B, C, H, W), encoded by the module's codec; their labels; and their indices
+        (B,) int64 in the data set.
     """
     rows = evenly_spaced(len(dataset), num_images)
     images, labels, index = dataset.fetch([0] * len(rows), rows)
@@ -126,10 +127,11 @@ def fixed_batch(module: Any, dataset: Any, num_images: int) -> tuple[Tensor, Any
 
 
 def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[float]) -> Losses:
-    """Build mean losses over fixed images of a data set, whose indices determine the noise.
+    """Build mean losses over fixed images of a data set, with fixed noise.
 
-    A diffusion model has one loss per level, and a loss "all", in which the index of an image
-    determines its level. A GAN has one loss per network.
+    The index of an image determines its noise. For a diffusion model, there is one loss per noise
+    level, and a loss "all", in which the index of an image also determines its noise level. For a
+    GAN, there is one loss per network.
 
     Args:
         module: DiffusionModule, GANModule, or another module with the same methods.
@@ -141,7 +143,8 @@ def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[fl
         Functions without arguments that compute the losses, by name.
 
     Raises:
-        ValueError: if a number is out of range, or the module has no such losses.
+        ValueError: if `num_images` or a level is out of range, or if the module cannot compute
+            these losses.
     """
     if not 2 <= num_images <= len(dataset):
         raise ValueError(f"--images must be 2 to {len(dataset)}, got {num_images}.")
@@ -179,7 +182,8 @@ def describe_losses(module: nn.Module, num_images: int, statistics: str) -> str:
     Args:
         module: module of `fixed_losses`.
         num_images: number of training images.
-        statistics: a phrase on the running statistics of batch norms when weights change.
+        statistics: how running statistics of batch norms change with the weights: "interpolated" or
+            "unchanged".
     """
     images = f"mean over {num_images} training images"
     if not hasattr(module, "generator_losses"):
@@ -194,7 +198,7 @@ def describe_losses(module: nn.Module, num_images: int, statistics: str) -> str:
 
 
 def network_of_loss(module: Any, name: str) -> nn.Module | None:
-    """The network that is trained with a loss of `fixed_losses`; None for the whole module."""
+    """Return the network that a loss of `fixed_losses` trains; None for the whole module."""
     network = getattr(module, name, None)
     return network if isinstance(network, nn.Module) else None
 

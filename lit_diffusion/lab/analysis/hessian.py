@@ -36,9 +36,9 @@ class Spectrum:
 
     Attributes:
         num_parameters: number of parameters P.
-        nodes: (V, m) Ritz values of each run, in descending order. Padded with nan if a run ended
-            early.
-        weights: (V, m) quadrature weights of the nodes. Each row sums to 1.
+        nodes: (V, m) Ritz values (estimated eigenvalues) of each Lanczos run, in descending order.
+            If a run ended early, its row is padded with NaN.
+        weights: (V, m) quadrature weights of the Ritz values. Each row sums to 1.
 
     Example:
         >>> matrix = torch.diag(torch.arange(1.0, 6.0))
@@ -53,7 +53,7 @@ class Spectrum:
 
     @property
     def top(self) -> NDArray[np.float64]:
-        """(m,) largest eigenvalues, averaged over runs. Only the first few have converged."""
+        """(m,) largest eigenvalues, averaged over runs. Only the first few are accurate."""
         columns = ~np.isnan(self.nodes).all(axis=0)
         top: NDArray[np.float64] = np.nanmean(self.nodes[:, columns], axis=0)
         return top
@@ -76,11 +76,13 @@ class Spectrum:
 
     @property
     def expected_weights(self) -> NDArray[np.float64]:
-        """(V, m) quadrature weights; 1 / P at outer eigenvalues on which all runs agree.
+        """(V, m) quadrature weights, replaced with their expected value `1 / P` where it is known.
 
-        At these eigenvalues, the weight of a single run is the square of one normal variable, so
-        sums over large eigenvalues would be noisy. A mean weight above `4 / P` indicates an
-        eigenvalue with multiplicity > 1, and this weight is not replaced.
+        In a single run, the weight of a large eigenvalue is proportional to the square of one
+        normal variable, so sums over large eigenvalues would be noisy. The weights of the largest
+        and smallest Ritz values are therefore replaced, as far as all runs agree on these values. A
+        weight is not replaced if its mean over runs is above `4 / P`, because it then belongs to an
+        eigenvalue with multiplicity > 1. The other weights of a row are rescaled to the rest of 1.
         """
         magnitudes = np.abs(self.nodes).max(axis=0)
         agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan
@@ -98,10 +100,11 @@ class Spectrum:
 
     @property
     def ritz_variance(self) -> float:
-        """Variance of the equally weighted Ritz values, which the paper's figure seems to show.
+        """Variance of the Ritz values with equal weights.
 
-        This variance depends more on the Lanczos method, which finds extreme eigenvalues first,
-        than on the matrix.
+        A figure of "Why diffusion models are stable and how to make them faster" (2023) seems to
+        show this variance. It says more about the Lanczos method, which finds extreme eigenvalues
+        first, than about the matrix.
         """
         return float(np.nanvar(self.nodes))
 
@@ -119,7 +122,8 @@ def hessian_product(
 ) -> tuple[MatrixProduct, Tensor]:
     """Build the Hessian-vector product of a loss at the current weights.
 
-    The graph of the gradient stays in memory. This needs about as much memory as three passes.
+    The autograd graph of the gradient stays in memory as long as the returned function. It needs
+    about as much memory as the graphs of three forward passes.
 
     Args:
         loss: scalar loss that depends only on the weights.
@@ -154,17 +158,17 @@ def hessian_product(
 def finite_difference_error(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor], share: float = 1e-4
 ) -> float:
-    """Compute the relative error of the Hessian-vector product from a difference of gradients.
+    """Compare a Hessian-vector product with a central difference of gradients; relative error.
 
-    The difference is central, and the vector is the gradient. The error is small for smooth losses.
-    It is large in two cases. In the first case, a part of the network has no second derivative,
-    which autograd may silently treat as 0. In the second case, gradients jump, as with ReLU, and
-    the Hessian ignores the jumps. The weights are restored.
+    The vector is the gradient. The error is small for smooth losses. It is large if a part of the
+    network has no second derivative, which autograd may silently treat as 0. It is also large if
+    gradients jump, as with ReLU, because the Hessian ignores the jumps. The weights are restored
+    before the function returns.
 
     Args:
         loss: scalar loss that depends only on the weights.
         parameters: tensors to differentiate by. Tensors without `requires_grad` are ignored.
-        share: length of the step, relative to the norm of all weights.
+        share: length of the step between gradients, as a fraction of the norm of all weights.
     """
     weights = [p for p in parameters if p.requires_grad]
     product, gradient = hessian_product(loss, weights)
@@ -195,10 +199,10 @@ def lanczos(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Run Lanczos in float64, with full reorthogonalization (twice per step).
 
-    It stores `steps` vectors.
+    It stores `steps` vectors of P numbers.
 
     Args:
-        product: product with the matrix.
+        product: function that multiplies the matrix by a vector.
         start: (P,) vector to start from.
         steps: maximum number of products. The method stops earlier if the vectors span an invariant
             subspace.
@@ -239,9 +243,9 @@ def estimate_spectrum(
     Each run starts from a random vector.
 
     Args:
-        product: product with the matrix.
+        product: function that multiplies the matrix by a vector.
         like: (P,) tensor with the dtype and device of the vectors.
-        steps: number of products, and of Ritz values, per run.
+        steps: number of products per run, which is also the number of Ritz values.
         seeds: seeds of the random vectors.
 
     Example:
@@ -339,7 +343,7 @@ def check_second_derivative(
     """Raise ValueError if autograd's Hessian disagrees with finite differences of gradients."""
     rule = (
         "a part of the network has no second derivative, such as a fused attention, or gradients "
-        "jump, as with ReLU. Take plain operations; or --kinks to have the Hessian without jumps"
+        "jump, as with ReLU. Use plain operations, or pass --kinks to ignore the jumps"
     )
     try:
         error = finite_difference_error(loss, parameters)

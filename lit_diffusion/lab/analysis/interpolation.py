@@ -60,10 +60,10 @@ class FeatureAxis:
     """A dimension of a tensor that is indexed by hidden features.
 
     Args:
-        name: name of the tensor in the state.
-        dim: the dimension.
-        copies: number of repetitions of the features along the dimension, such as 2 for scales and
-            shifts.
+        name: name of the tensor in the state dict.
+        dim: index of the dimension.
+        copies: how often the list of features repeats along the dimension, such as 2 for a tensor
+            with the scales of all features, followed by the shifts of all features.
 
     Example:
         >>> axis = FeatureAxis("weight", dim=0)
@@ -91,8 +91,8 @@ class HiddenFeatures:
 
     Args:
         axes: all dimensions of tensors that are indexed by the features.
-        groups: number of groups of a group norm on the features. Features are permuted within
-            groups, and whole groups are permuted.
+        groups: number of groups of the group norm on these features. A permutation may reorder the
+            features within a group, and may reorder whole groups.
     """
 
     axes: tuple[FeatureAxis, ...]
@@ -159,11 +159,11 @@ def align_features(
     """Permute the hidden features of `state` to match the weights of `target`.
 
     Args:
-        state: weights to permute. The outputs of the network do not change.
+        state: weights to permute. The permutation does not change the outputs of the network.
         target: weights of the same architecture.
         features: hidden layers, from `find_hidden_features`.
-        rounds: maximal number of passes over all layers. Several passes are needed because the
-            order of a layer depends on the orders of its neighbors.
+        rounds: maximum number of passes over all layers. Several passes are needed because the best
+            order of a layer depends on the orders of neighboring layers.
     """
     state = dict(state)
     for _ in range(rounds):
@@ -207,7 +207,10 @@ def draw_interpolations(
     path: Path,
     note: str = "",
 ) -> None:
-    """Draw one panel per loss, with one curve per entry of `lines` (number of losses, K)."""
+    """Draw one panel per loss.
+
+    Each entry of `lines`, of shape (number of losses, K), gives one curve in each panel.
+    """
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for i, (axes, name) in enumerate(zip(panels, names, strict=True)):
@@ -241,7 +244,7 @@ def interpolate_weights(
         features = find_hidden_features(at_one.module)
         if not features:
             raise ValueError("--align does not support this network; leave it out.")
-        print_error(f"--align puts the features of {len(features)} hidden layers in order.")
+        print_error(f"--align permutes the features of {len(features)} hidden layers.")
         endpoints["aligned"] = align_features(b, a, features)
     losses = common.load_losses(at_one, options, images, levels)
     note = describe_losses(at_one.module, images, "interpolated")

@@ -51,9 +51,9 @@ def random_directions(module: nn.Module, seed: int, num: int = 2) -> list[Direct
 def normalize_filters(direction: Direction, module: nn.Module) -> Direction:
     """Scale each filter of a direction to the norm of the corresponding filter of the weights.
 
-    A filter is the part of a weight that belongs to one output channel: an index in dimension 0,
-    or in dimension 1 for transposed convolutions. The direction is 0 in biases and in the weights
-    of norms.
+    A filter is the part of a weight that belongs to one output channel: one index of dimension 0
+    or, for transposed convolutions, of dimension 1. For biases and the weights of normalization
+    layers, the result is 0.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -102,7 +102,8 @@ def principal_plane(
     """Compute the first two principal directions of `states` around `center`.
 
     Returns:
-        The directions, and the fraction of the squared distances that they explain.
+        The two directions, and the fraction of the squared distances from the center that lies in
+        their plane.
 
     Raises:
         ValueError: if fewer than two states differ from the center and from each other.
@@ -144,7 +145,7 @@ def draw_landscape(
     trajectory: NDArray[np.float64] | None = None,
     note: str = "",
 ) -> None:
-    """Draw each loss (K, K) as contours with an optional trajectory (n, 2), and as a surface."""
+    """Draw each loss (K, K) as a surface, and as contours with an optional trajectory (n, 2)."""
     count = len(names)
     figure = Figure(figsize=(4.5 * count, 7), layout="tight")  # "constrained" cuts labels beside 3D
     for i, name in enumerate(names):
@@ -222,15 +223,17 @@ def plot_landscape(
     if trajectory is not None:
         steps = [each.step for each in on_trajectory]
         common.save_result(out / "way", {"steps": steps, "points": trajectory, "share": share})
-        lines.append(f"The plane holds {share:.1%} of the run's squared distance from its end.")
+        lines.append(
+            f"The plane explains {share:.1%} of the squared distances of --path from C."
+        )
     return "\n".join([*lines, note])
 
 
 def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:
     """Restrict a direction to the weights of the network that minimizes a loss.
 
-    The networks of a GAN have opposing losses. In a direction that changes both networks, neither
-    loss has its minimum at the center.
+    The two networks of a GAN have opposing losses. Along a direction that changes both networks,
+    neither loss has its minimum at the center.
     """
     if network_of_loss(module, loss) is None:
         return direction

@@ -138,7 +138,7 @@ def test_the_trajectory_of_a_run_lies_in_its_plane(capsys):
 
     rewrite(B, "early.ckpt", move)
     assert analyze("landscape a --images 4 --levels 0.5 --points 2 --path early.ckpt b a") == 0
-    assert "The plane holds 100.0%" in capsys.readouterr().out
+    assert "The plane explains 100.0%" in capsys.readouterr().out
     points = arrays("way")["points"]
     np.testing.assert_allclose(points[2], 0, atol=1e-6)
     assert np.linalg.matrix_rank(points) == 2
