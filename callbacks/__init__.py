@@ -1,12 +1,13 @@
-"""Callbacks for any LightningModule: weight averages, samples, scores, seeds, schedules.
+"""Callbacks for Lightning modules: weight averages, samples, scores, random seeds, schedules.
 
-Classes are imported on first access, so that each file here can be imported on its own.
+A class is imported when it is first accessed. Importing one callback therefore does not import the
+files of the other callbacks.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the same as _FILES, for type checkers
+if TYPE_CHECKING:  # the classes of _FILES, in a form that type checkers understand
     from .consistency_probe import ConsistencyProbe as ConsistencyProbe
     from .curriculum import CurriculumWeight as CurriculumWeight
     from .curriculum import ImportanceWeightedCurriculum as ImportanceWeightedCurriculum

@@ -1,4 +1,4 @@
-"""Measure how much the samples of fixed seeds change in training, without real images."""
+"""Measure how much the samples of fixed seeds change during training. Needs no real images."""
 
 from typing import Any, cast
 
@@ -19,23 +19,25 @@ NAME = "val/consistency"
 
 
 class ConsistencyProbe(PeriodicEvaluation):
-    """Logs `val/consistency`: mean PSNR in dB between current and previous samples of fixed seeds.
+    """Logs the PSNR between samples of the same seeds now and at the previous measurement.
 
-    The PSNR rises as a run converges. It measures how much samples change, not how good they are.
-    Samples are generated with averaged weights if a callback provides them. Checkpoints contain the
-    previous samples, so a resumed run compares its first samples with those of the checkpoint.
+    The metric `val/consistency` is the mean PSNR in dB. It rises as a run converges, because the
+    samples change less. It does not measure how good the samples are. Samples are generated with
+    averaged weights if another callback, such as EMA, provides them. Checkpoints contain the latest
+    samples, so a resumed run compares its first samples with the samples in the checkpoint.
 
     Args:
-        num: number of samples, with the seeds 0, ..., num - 1.
+        num: number of samples. Their seeds are 0, ..., num - 1.
         every_n_steps: optimizer steps between measurements; None measures after every validation
             of a fit.
 
     Raises:
-        ValueError: if `num` is below 1. At fit start, also if the callback would never run.
-        TypeError: at fit start, if the module has no `generate(seeds, labels=None)`.
+        ValueError: if an argument is below 1, or, at fit start, if `every_n_steps` is None and the
+            fit has no validation.
+        TypeError: at fit start, if the module has no method `generate(seeds, labels=None)`.
 
-    Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 1, applied to
-    two states of one run.
+    Source: Eq. 1 of "Why diffusion models are stable and how to make them faster" (2023), applied
+    to two states of one run instead of two models.
 
     Example:
         >>> ConsistencyProbe(num=8, every_n_steps=500).metric_names()
@@ -54,26 +56,26 @@ class ConsistencyProbe(PeriodicEvaluation):
         return [NAME]
 
     def state_dict(self) -> dict[str, Any]:
-        """The last samples, (num, C, H, W) uint8."""
+        """The latest samples, (num, C, H, W) uint8; {} before the first measurement."""
         return {} if self._last_images is None else {"images": self._last_images}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the last samples."""
+        """Restore the latest samples."""
         self._last_images = state_dict.get("images")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Clear the samples of an earlier run. Checkpoints are loaded after this hook."""
+        """Clear the samples of an earlier run. Lightning loads checkpoints after this hook."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._last_images = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error if the module cannot generate."""
+        """Raise an error if the module cannot generate samples."""
         require_generate(pl_module, "ConsistencyProbe")
         super().on_fit_start(trainer, pl_module)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Mean PSNR to the previous samples; {} at the first measurement."""
+        """Return the mean PSNR to the previous samples, or {} at the first measurement."""
         with averaged_weights(trainer), inference_mode(trainer, pl_module):
             try:
                 images = cast(CanGenerate, pl_module).generate(range(self.num)).cpu()

@@ -1,11 +1,13 @@
-"""Exponential moving averages of weights, stored apart from the raw weights.
+"""Exponential moving averages (EMA) of weights, stored separately from the raw weights.
 
-In a checkpoint, the state of `EMA` is {} before the first update. Afterwards it is
+Checkpoints contain the state of the callback `EMA`. If there are no averages, the state is {}.
+Otherwise it has three entries:
 
     {"decays": [float, ...], "steps": {name: int}, "shadows": [{name: Tensor}, ...]}
 
-"shadows" contains one dictionary of averages for each decay. Names are the names of the parameters
-without the prefix that torch.compile adds.
+The list "shadows" contains one dictionary of averages for each decay. The dictionary "steps" has
+the number of optimizer steps of each parameter. Each `name` is the name of a parameter (or averaged
+buffer) in the module, without the prefix `_orig_mod.` that torch.compile adds.
 """
 
 import math
@@ -52,11 +54,12 @@ RAW = "raw"
 
 
 def warmup_decay(decay: float, n: int) -> float:
-    """Decay of the average at step n under warm-up: `min(decay, (1 + n) / (10 + n))`.
+    """Return the decay at step n with warm-up, `min(decay, (1 + n) / (10 + n))`.
 
-    The decay is small in early steps, so that the average soon forgets the initial weights.
+    Warm-up makes the decay small in early steps, so that the average soon forgets the initial
+    weights.
 
-    Source: TensorFlow's ExponentialMovingAverage with num_updates.
+    Source: ExponentialMovingAverage of TensorFlow, with the argument num_updates.
 
     Example:
         >>> warmup_decay(0.9999, 0), warmup_decay(0.9999, 90), warmup_decay(0.9999, 10**6)
@@ -66,9 +69,9 @@ def warmup_decay(decay: float, n: int) -> float:
 
 
 def span_decay(decay: float, first: int, last: int, warmup: bool = False) -> float:
-    """Decay of one update that replaces the updates of steps `first` to `last - 1`.
+    """Return the decay of one update that replaces the updates of steps `first` to `last - 1`.
 
-    The decay is the product of the decays of these steps.
+    The result is the product of the decays of these steps.
 
     Example:
         >>> span_decay(0.5, first=0, last=3)
@@ -86,17 +89,17 @@ def ema_update_(
 ) -> None:
     """Update averages in place: `shadow = decay * shadow + (1 - decay) * params`.
 
-    The update is computed with `torch.lerp`. With lerp, an average that equals the weights stays
-    exactly the same, whereas the formula above would drift by rounding. Parameters are first copied
-    to the device and dtype of their averages. If a tensor is split over ranks, each rank updates
-    its own part.
+    The update is computed with `torch.lerp`, because lerp leaves an average that equals the weights
+    exactly unchanged. The formula with two products would change such an average by rounding
+    errors. Weights are first copied to the device and cast to the dtype of their averages. If a
+    tensor is split over ranks (a DTensor), each rank updates the part that it stores.
 
     Args:
         shadow: the averages.
         params: the weights, one for each average and with the same shape.
         decay: weight of the old averages, in [0, 1].
-        found_inf: () float on the device. If it is 1, the averages do not change. The host does not
-            read it.
+        found_inf: scalar float tensor on the device. If it is 1, the averages do not change. The
+            check runs on the device, so the host does not wait for it.
 
     Example:
         >>> shadow = [torch.zeros(2)]
@@ -113,7 +116,8 @@ def ema_update_(
 def _can_fuse(averages: list[Tensor], weights: list[Tensor]) -> bool:
     """Whether one fused kernel can update the averages.
 
-    The kernel ignores strides, so they must agree, and it needs all tensors on one device.
+    The kernel ignores strides, so averages and weights must have equal strides. It also needs
+    float32 averages and all tensors on one device.
     """
     return (
         {average.dtype for average in averages} == {torch.float32}
@@ -130,11 +134,12 @@ def _lerp_(
     found_inf: Tensor | None,
     can_fuse: bool,
 ) -> None:
-    """`ema_update_` for whole tensors whose devices and dtypes agree."""
+    """`ema_update_` for tensors that are not split and whose devices and dtypes agree."""
     if found_inf is None:
         torch._foreach_lerp_(averages, weights, 1 - decay)
-    # A fused step of SGD with lr 1 - decay and gradient shadow - params computes the lerp. Below
-    # decay 0.5, torch's lerp uses another formula, which copies the weights exactly at decay 0.
+    # The lerp is a step of SGD with lr = 1 - decay and the gradient `average - weight`, for which
+    # torch has a fused kernel. Below decay 0.5, torch's lerp uses another formula, which copies the
+    # weights exactly at decay 0.
     elif can_fuse and decay >= 0.5:
         torch._fused_sgd_(
             averages,
@@ -159,7 +164,7 @@ def _lerp_(
 def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy each value into its target, cast to the target's dtype.
 
-    If a tensor is split over ranks, each rank copies its own part.
+    If a tensor is split over ranks (a DTensor), each rank copies the part that it stores.
 
     Example:
         >>> target = torch.zeros(2)
@@ -176,7 +181,7 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
     """Raise ValueError if `state` does not have the format of EMA's state.
 
-    The message is a clause that callers insert into their own error message.
+    The message is a part of a sentence, which callers insert into their own error message.
 
     Example:
         >>> check_averages({"decays": [0.9], "steps": {"w": 1}, "shadows": [{"w": torch.ones(2)}]})
@@ -225,71 +230,76 @@ def _is_dense_of_real_numbers(value: Any) -> bool:
 
 @dataclass
 class _Group:
-    """The averaged tensors of one optimizer by name, and its number of steps."""
+    """The averaged tensors of one optimizer, by name, and the optimizer's number of steps."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
-    skipped: Tensor | float = 0.0  # number of these steps that the device has skipped by itself
-    params: list[Tensor] = field(default_factory=list)  # all of the optimizer, at the last step
+    skipped: Tensor | float = 0.0  # how many of these steps the device has skipped by itself
+    params: list[Tensor] = field(default_factory=list)  # the optimizer's, at the last step
     frozen: list[Tensor] = field(default_factory=list)  # those in `params` that need no gradient
-    # Weights, and averages by decay, in the order of `tensors`; None if `tensors` has changed.
+    # (weights, averages of each decay), in the order of `tensors`; None if `tensors` has changed.
     lists: tuple[list[Tensor], list[list[Tensor]]] | None = None
     is_uniform: bool = False  # whether `lists` agree in devices and dtypes, and none is split
-    strides: list[tuple[int, ...]] | None = None  # of both `lists`; None if no kernel fuses them
+    strides: list[tuple[int, ...]] | None = None  # of the weights; None if no fused kernel fits
 
     def has_changed(self, params: list[Tensor]) -> bool:
-        """Whether the optimizer has different parameters now, or trains one that was frozen."""
+        """Whether the optimizer's parameters differ from `self.params`, or one was unfrozen."""
         is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
         return not is_same or any(param.requires_grad for param in self.frozen)
 
 
 class EMA(pl.Callback):
-    """Averages the trainable weights, and validates, tests and predicts with the averages.
+    """Averages the trainable weights, and uses the averages in validation, test and predict.
 
-    After each optimizer step, the average is `decay * average + (1 - decay) * weight`.
+    After each optimizer step, each average becomes `decay * average + (1 - decay) * weight`.
 
     - `EMA` averages each parameter under `prefix` that requires a gradient and belongs to an
-      optimizer. Averages are stored in float32 or wider. Shared parameters are averaged once.
-      Parameters that are unfrozen or added later are averaged from then on.
+      optimizer. Averages are stored in float32, or in a wider dtype if the parameter has one.
+      Shared parameters are averaged once. If a parameter is unfrozen or added during training, its
+      average starts then.
     - Each optimizer counts its own steps, so each network of a GAN is averaged at the steps of its
-      own optimizer. Accumulated batches and steps that a GradScaler skips do not count.
-    - Validation, test and predict swap in the EMA weights of the first decay, and swap the raw
-      weights back afterwards. Inside `weights(name)`, they use the named weights instead. Before
-      the first update, they use the raw weights.
+      own optimizer. Batches that only accumulate gradients do not count as steps. Neither do steps
+      that a GradScaler skips.
+    - Validation, test and predict swap in the averages of the first decay, and swap the raw weights
+      back in at the end. Inside the context `weights(name)`, they use the weights called `name`
+      instead. Before the first update of the averages, they use the raw weights.
     - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in.
       Every checkpoint therefore contains the raw weights. To read the averages while they are
-      swapped in, use the module's parameters. Checkpoints store all averages in
-      `checkpoint["callbacks"][ema.state_key]`; the docstring of this file describes the format.
-    - On resume, the arguments of this object override those of the checkpoint. If the decays
-      differ, a message is printed.
-    - The averages belong to the module object. If you replace its weights by hand, use a new EMA,
-      or pass a `ckpt_path` to the Trainer.
-    - Using, saving or logging a non-finite average raises an error that names the parameter.
-    - Under ModelParallelStrategy, each rank averages its own part of the weights. Saving to a
-      single file gathers the averages on rank 0. All ranks must save together, and must call
-      `weights()` together.
+      swapped in, read the module's parameters. Checkpoints also contain all averages, in
+      `checkpoint["callbacks"][ema.state_key]`. The docstring of this file describes their format.
+    - On resume, the arguments of this object apply, even if the checkpoint was written with other
+      arguments. If the decays differ, a message is printed.
+    - After a fit, this callback keeps the averages, and another fit of the same module object
+      continues them. If you load other weights into the module by hand between the fits, create a
+      new EMA, or pass `ckpt_path` to `trainer.fit`.
+    - If an average is NaN or infinite, an error names the parameter. The averages are checked when
+      they are swapped in, when they are saved, and whenever metrics are logged.
+    - Under ModelParallelStrategy, each rank averages the parts of the weights that it stores. All
+      ranks must save checkpoints together, because saving to a single file gathers the averages on
+      rank 0. All ranks must also enter `weights()` together.
 
     Args:
-        decays: one or more decays per optimizer step, in [0, 1). A decay of 0.9999 has a half-life
-            of 6,931 steps.
-        warmup: whether to limit the decay of step n to `(1 + n) / (10 + n)`.
-        every_n_steps: optimizer steps between updates. Each update uses the product of the decays
-            of the steps since the last update.
-        prefix: submodule to average, such as "network"; "" for all. Two EMA callbacks must have
-            prefixes that do not contain each other.
-        start: number of initial optimizer steps in which the averages equal the weights. `warmup`
-            counts from there.
+        decays: decay of the average per optimizer step, in [0, 1). With several values, one average
+            is kept for each. A decay of 0.9999 has a half-life of 6,931 steps.
+        warmup: whether to limit the decay of step n = 0, 1, ... to `(1 + n) / (10 + n)`.
+        every_n_steps: optimizer steps between updates of the averages. Each update uses the product
+            of the decays of the steps since the last update.
+        prefix: name of the submodule to average, such as "network"; "" averages all parameters. If
+            there are several EMA callbacks, no parameter may be under the prefixes of two of them.
+        start: number of initial optimizer steps in which the averages equal the weights. The steps
+            of the warm-up are counted from there.
         buffers: whether to average floating point buffers under `prefix` too, such as the running
             statistics of BatchNorm. If the module has several optimizers, buffers are averaged at
-            the steps of the first one that trains averaged parameters. The vectors of spectral norm
-            are never averaged.
+            the steps of the first optimizer that trains averaged parameters. The singular vectors
+            that spectral norm stores as buffers are never averaged.
         on_cpu: whether to store the averages in CPU memory. This saves GPU memory but is slower,
-            because each update copies the weights.
+            because each update copies the weights to the CPU.
 
     Raises:
-        ValueError: if an argument is invalid. At the start of a run, also if the prefix has no
-            parameters, if two EMAs overlap, if the strategy is not supported, or if the averages of
-            the checkpoint do not fit the module.
+        ValueError: if an argument is invalid, or, at the start of a run, if no parameter is under
+            the prefix, if the prefixes of two EMA callbacks overlap, if the strategy is not
+            supported, or if the averages in the checkpoint do not fit the module.
+        FloatingPointError: if an average is not finite.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
 
@@ -329,19 +339,19 @@ class EMA(pl.Callback):
         self._module: pl.LightningModule | None = None
         self._shadows: list[dict[str, Tensor]] = [{} for _ in self.decays]  # by name
         self._groups: list[_Group] = []  # one for each optimizer
-        self._idle_steps: dict[str, int] = {}  # steps of averages that have no optimizer (yet)
+        self._idle_steps: dict[str, int] = {}  # steps of averages without an optimizer so far
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until a run starts
         self._known_params: dict[
             int, Tensor
         ] = {}  # parameters that were assigned to a group, by id
         self._hooks: list[RemovableHandle] = []
-        self._active = self._active_before_eval = RAW  # names of the weights in place
+        self._active = self._active_before_eval = RAW  # names of the weights in the module
         self._raw: dict[Tensor, Tensor] = {}  # parameter -> copy of its raw value, while swapped
         self._raw_hook: RemovableHandle | None = None
 
     @property
     def steps(self) -> int:
-        """Optimizer steps since averaging started. With several optimizers, their maximum."""
+        """Optimizer steps since averaging started; the largest number if there are several."""
         return max([*self._idle_steps.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:
@@ -354,15 +364,23 @@ class EMA(pl.Callback):
     # Weights by name
 
     def names(self) -> list[str]:
-        """Names of weights: "raw", "ema" (the first decay), and "ema_<decay>" for each decay."""
+        """Names of the weights: "raw", "ema" (the first decay), "ema_<decay>" for each decay."""
         return list(self._names)
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Context in which the module's parameters have the named weights. Contexts may be nested.
+        """Context in which the module's parameters have the weights called `name`.
+
+        Contexts may be nested.
 
         Args:
-            name: one of `names()`. Before the first update, each name refers to the raw weights.
+            name: one of `names()`. Before the first update of a fit, each name means the raw
+                weights.
+
+        Raises:
+            ValueError: if the name is unknown.
+            RuntimeError: if `name` is not "raw" and there are no averages, because no fit has
+                started and no checkpoint was loaded.
         """
         if name not in self._names:
             raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
@@ -380,7 +398,7 @@ class EMA(pl.Callback):
 
     @torch.no_grad()
     def _activate(self, name: str) -> None:
-        """Swap in the named weights; `_activate(RAW)` also undoes an interrupted call."""
+        """Swap in the weights called `name`. `_activate(RAW)` also undoes an interrupted swap."""
         if name == self._active:
             return
         assert self._module is not None
@@ -410,7 +428,7 @@ class EMA(pl.Callback):
     def _write_raw_weights(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        """State-dict hook: put the raw weights into `module.state_dict()` and checkpoints."""
+        """Hook of `module.state_dict()` that replaces swapped-in averages by the raw weights."""
         buffers = module.named_buffers(remove_duplicate=False)
         for name, tensor in chain(module.named_parameters(remove_duplicate=False), buffers):
             if tensor in self._raw and prefix + name in state:
@@ -437,7 +455,7 @@ class EMA(pl.Callback):
     # Averaging at optimizer steps
 
     def _start_averaging(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Hook the optimizers and average their parameters, starting from stored averages."""
+        """Hook the optimizers, and start or continue the averages of their parameters."""
         self._drop_if_replaced(trainer)
         from_checkpoint = bool(self._loaded)
         self._remove_hooks()
@@ -508,10 +526,11 @@ class EMA(pl.Callback):
                 shadow[name] = self._copy_as_average(start, averaged[name])
 
     def _match_decays(self, stored: Sequence[float]) -> list[int | None]:
-        """For each decay, the index of the stored average to continue, or None. Prints changes.
+        """Return, for each decay, the index of the stored average to continue, or None.
 
         A decay continues the stored average that has the same decay. If there is none, the decay
-        continues the next stored average without a match, if any is left.
+        continues the next stored average whose own decay is not used any more, if one is left.
+        Changes are printed.
         """
         matches: list[int | None] = []
         unclaimed = [i for i, decay in enumerate(stored) if decay not in self.decays]
@@ -530,7 +549,7 @@ class EMA(pl.Callback):
         return matches
 
     def _copy_as_average(self, value: Tensor, tensor: Tensor) -> Tensor:
-        """A copy of `value`, split and strided like `tensor`, in float32 or wider."""
+        """Copy `value` in float32 or wider, split over ranks and strided like `tensor`."""
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         device = torch.device("cpu") if self.on_cpu else tensor.device
         average = torch.empty_like(tensor, dtype=dtype, device=device, requires_grad=False)
@@ -558,7 +577,7 @@ class EMA(pl.Callback):
             each.lists = None
         for name, tensor in added.items():
             for each in self._groups:
-                each.tensors.pop(name, None)  # this parameter may have replaced one of its name
+                each.tensors.pop(name, None)  # of a replaced parameter with the same name
             group.tensors[name] = tensor
             if (steps := self._idle_steps.pop(name, None)) is None:
                 for shadow in self._shadows:
@@ -591,7 +610,7 @@ class EMA(pl.Callback):
     def _averaged_buffers(self) -> dict[str, Tensor]:
         """Floating point buffers in checkpoints, except masks of -inf and spectral norm vectors.
 
-        The vectors of spectral norm have norm 1, and their average would have a smaller norm.
+        The singular vectors of spectral norm have norm 1. Their average would have a smaller norm.
         """
         assert self._module is not None
         if not self.buffers:
@@ -621,8 +640,9 @@ class EMA(pl.Callback):
 
     def _after_step(self, group: _Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
-        # With a GradScaler, fused optimizers skip a step inside step(), and other optimizers are
-        # not called. Without one, FiniteUpdates may have set found_inf, which stays on the device.
+        # If a GradScaler skips a step, it calls step() of fused optimizers, which do nothing, and
+        # does not call step() of other optimizers. Without a GradScaler, found_inf may have been
+        # set by FiniteUpdates; it stays on the device.
         by_scaler = hasattr(optimizer, "grad_scale")
         params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = (by_scaler and found_inf) or all(p.grad is None for p in params)
@@ -670,22 +690,25 @@ class EMA(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """Key in `checkpoint["callbacks"]`, without the decays, which may change on resume."""
+        """Key of the state in `checkpoint["callbacks"]`.
+
+        The key does not contain the decays, because the decays may change on resume.
+        """
         return f"{type(self).__qualname__}{ {'prefix': self.prefix} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by decay and name; {} if there are none.
+        """Return the averages by decay and name, or {} if there are none.
 
-        If weights are split over ranks, all ranks must call this together. Rank 0 gets the whole
-        averages, and the other ranks get {}. If the strategy saves split tensors, each rank gets
-        its part.
+        If weights are split over ranks, all ranks must call this method together. It returns the
+        whole averages on rank 0 and {} on the other ranks. If the strategy saves split tensors part
+        by part, the method returns the rank's own parts on each rank instead.
         """
         state = self._averages_state()
         return state if saves_split_tensors(self._module) else gather_state(state)
 
     def _averages_state(self) -> dict[str, Any]:
         if self._loaded or not (self._groups or self._idle_steps):
-            return self._loaded  # for a save before the run begins
+            return self._loaded  # for a checkpoint that is saved before the run begins
         steps = self._steps_by_name()
         self._refuse_nonfinite(list(steps))
         shadows = [dict(shadow) for shadow in self._shadows]
@@ -705,7 +728,10 @@ class EMA(pl.Callback):
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise an error for unsupported strategies and overlapping EMAs, before loading."""
+        """Raise an error for unsupported strategies and overlapping EMAs.
+
+        Lightning loads checkpoints after this hook.
+        """
         self._loaded = {}
         refuse_strategy(trainer, "EMA")
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -718,7 +744,7 @@ class EMA(pl.Callback):
                 )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Create the averages on the module's device, or load those of the checkpoint."""
+        """Create the averages on the module's device, or load them from the checkpoint."""
         for callback in trainer.checkpoint_callbacks:
             kind = pl.callbacks.ModelCheckpoint
             if isinstance_lightning(callback, kind) and callback.save_weights_only:
@@ -741,7 +767,7 @@ class EMA(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Log the decay and check the averages, whenever Lightning logs."""
+        """Log the decay and check the averages for NaN, whenever Lightning logs metrics."""
         if should_log(trainer) and self.steps:
             self._refuse_nonfinite(list(self._steps_by_name()))
             n = self.steps - self.start
@@ -749,7 +775,7 @@ class EMA(pl.Callback):
             pl_module.log(f"ema/decay_{self.prefix}" if self.prefix else "ema/decay", decay)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn if no optimizer step has called the hooks."""
+        """Warn if no optimizer step has called this callback's hooks."""
         if trainer.global_step and not any(group.steps for group in self._groups):
             pl.utilities.rank_zero_warn(
                 f"EMA saw none of {trainer.global_step} optimizer steps, so there are no averages. "
@@ -758,7 +784,7 @@ class EMA(pl.Callback):
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Swap in the averages for validation, test and predict."""
+        """Swap in the averages for validation, test or predict."""
         if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
             self._drop_if_replaced(trainer)
             if self._loaded or pl_module is not self._module:
@@ -773,7 +799,7 @@ class EMA(pl.Callback):
             self._activate("ema")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Swap back the weights that were in place before the evaluation."""
+        """Swap back the weights that the module had before the evaluation."""
         self._activate(self._active_before_eval)
 
     on_test_start = on_predict_start = on_validation_start
@@ -782,7 +808,7 @@ class EMA(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Swap back the raw weights, remove the hooks, and subtract skipped steps."""
+        """Swap back the raw weights, remove the hooks, and subtract skipped steps from counts."""
         self._activate(RAW)
         self._remove_hooks()
         if isinstance(exception, FloatingPointError):

@@ -1,4 +1,4 @@
-"""Base class and helpers of callbacks that evaluate a module: schedule, weights, mode, images."""
+"""Base class and helper functions for callbacks that evaluate a module during training."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -54,14 +54,14 @@ def refuse_other_run(
 ) -> None:
     """Raise ValueError if a new fit would change a file or folder that another fit has written.
 
-    Call it on all ranks. It does nothing in fits that the command line starts, because the command
-    line has its own check.
+    All ranks must call this function. If `lit-diffusion fit` has started the fit, the function does
+    nothing, because that command checks its run folder itself.
 
     Args:
-        trainer: the Trainer of the fit that starts.
-        path: a file or folder that this fit would change.
+        trainer: the Trainer of the new fit.
+        path: a file or folder that the new fit would change.
         exists: whether another fit has written `path`. Only the value on rank 0 is used.
-        fix: advice for the end of the message.
+        fix: advice for the user, which ends the error message.
     """
     is_new = trainer.ckpt_path is None and trainer.global_step == 0
     if trainer.strategy.broadcast(exists and is_new and not hasattr(trainer, "run_folder")):
@@ -69,18 +69,18 @@ def refuse_other_run(
 
 
 class PeriodicEvaluation(Callback, ABC):
-    """Base of callbacks that measure after every validation of a fit, or every n optimizer steps.
+    """Base class of callbacks that log metrics after each validation or every n optimizer steps.
 
     A subclass defines `measure` and `metric_names`. A resumed run measures at the same steps as an
-    uninterrupted run. In `measure`, all ranks must call the network the same number of times,
-    because each call gathers the weights that are split over ranks.
+    uninterrupted run. In `measure`, all ranks must call the network the same number of times. The
+    reason is that weights may be split over ranks. Then each call gathers them from all ranks.
 
     Args:
         every_n_steps: optimizer steps between measurements, >= 1; None measures after every
-            validation.
+            validation of a fit.
 
     Attributes:
-        folder: folder for the files that the callback writes; available after `setup`.
+        folder: folder for the files that the callback writes. It is set in `setup`.
 
     Example:
         >>> class WeightNorm(PeriodicEvaluation):
@@ -103,16 +103,16 @@ class PeriodicEvaluation(Callback, ABC):
 
     @abstractmethod
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Return metrics by name. Every rank calls this; the metrics of rank 0 are logged."""
+        """Return metrics by name. All ranks call this method; the values of rank 0 are logged."""
 
     @abstractmethod
     def metric_names(self) -> list[str]:
         """Names of the metrics that a fit logs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the folder. Raise an error if Lightning's WeightAveraging is in use.
+        """Set the folder. Raise ValueError if Lightning's callback WeightAveraging is in use.
 
-        Its swaps of weights cannot be detected.
+        This callback cannot detect when WeightAveraging swaps the weights.
         """
         self.folder = Path(output_folder(trainer))
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -124,7 +124,11 @@ class PeriodicEvaluation(Callback, ABC):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error for a fit in which this callback would never run."""
+        """Raise ValueError if this callback would never run, or too rarely for a monitor.
+
+        With `every_n_steps=None`, the fit must have a validation. Otherwise, no other callback may
+        monitor the metrics of this callback at each validation.
+        """
         name = type(self).__name__
         if self.every_n_steps is None and not trainer.enable_validation:
             raise ValueError(
@@ -141,7 +145,7 @@ class PeriodicEvaluation(Callback, ABC):
                 )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count optimizer steps from here, also in a resumed run."""
+        """Store the number of completed optimizer steps, which is not 0 in a resumed run."""
         self._step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -154,16 +158,17 @@ class PeriodicEvaluation(Callback, ABC):
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure, and log the metrics at the logger step of the last optimizer step.
 
-        Metrics go straight to the loggers. In contrast, `pl_module.log` would wait for the next
-        logging step and drop all but the last measurement. It would repeat this measurement at
-        later steps, and lose it if the run is saved and ends before the logging step.
+        This method passes the metrics directly to the loggers, because `pl_module.log` would hold
+        them back until the next logging step (see `log_every_n_steps`). If there were several
+        measurements until then, all but the last would be lost. The last one would be repeated at
+        later logging steps. It would be lost if the run is saved and ends before the logging step.
         """
         metrics = self.measure(trainer, pl_module)
         for logger in trainer.loggers if metrics else ():
             logger.log_metrics(metrics, step=stepped_batches(trainer) - 1)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure after a validation within a fit, except in the sanity check."""
+        """Measure after each validation of a fit, but not after the sanity check."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if fitting and self.every_n_steps is None:
             metrics = self.measure(trainer, pl_module)
@@ -177,9 +182,10 @@ class PeriodicEvaluation(Callback, ABC):
 def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """Context for evaluating a module during training, without side effects on training.
 
-    Inside the context, the module is in eval mode, gradients are off, and the Trainer's precision
-    applies. The states of random generators are restored afterwards. Training can still use tensors
-    that the module caches inside the context. Under `torch.inference_mode`, it could not.
+    Inside the context, the module is in eval mode, gradients are disabled, and the Trainer's
+    precision applies. At the end, the states of the random generators are restored. The context
+    uses `torch.no_grad` instead of `torch.inference_mode`. Otherwise, training could not use
+    tensors that the module caches inside the context.
     """
     with (
         isolate_rng(),
@@ -191,14 +197,17 @@ def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
 
 def weights_providers(trainer: Trainer, name: str) -> list[WeightsProvider]:
-    """The callbacks that provide weights with this name."""
+    """Return the callbacks that provide weights called `name`."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return [c for c in callbacks if isinstance(c, WeightsProvider) and name in c.names()]
 
 
 @contextmanager
 def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
-    """Context in which the module has the weights with this name, which callbacks swap in."""
+    """Context in which callbacks swap in the weights called `name`.
+
+    If no callback provides weights of this name, the weights do not change.
+    """
     with ExitStack() as stack:
         for provider in weights_providers(trainer, name):
             stack.enter_context(provider.weights(name))
@@ -207,7 +216,10 @@ def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
 
 @contextmanager
 def averaged_weights(trainer: Trainer) -> Iterator[str]:
-    """Context with the weights "ema" if a callback provides them, else "raw". Yields the name."""
+    """Context in which the module has averaged weights, if a callback provides them.
+
+    Yields the name of the weights: "ema" for averages, or "raw" for the weights being trained.
+    """
     with swap_weights(trainer, "ema"):
         yield "ema" if weights_providers(trainer, "ema") else "raw"
 
@@ -220,7 +232,7 @@ def require_generate(module: LightningModule, callback: str) -> None:
 
     Args:
         module: the module to check.
-        callback: name of the callback that needs it, for the message.
+        callback: name of the callback that needs the method, for the error message.
     """
     try:
         signature(getattr(module, "generate", None)).bind([0], None)  # type: ignore[arg-type]
@@ -236,7 +248,7 @@ def require_noise_levels(module: LightningModule, callback: str) -> None:
 
     Args:
         module: the module to check.
-        callback: name of the callback that needs it, for the message.
+        callback: name of the callback that needs the protocol, for the error message.
     """
     needed = ("per_sample_loss", "process", "codec", "num_classes")
     if lacking := [name for name in needed if not hasattr(module, name)]:
@@ -252,8 +264,8 @@ def generate_images(
     """Generate one image per seed. If the module has classes, the label is `seed % num_classes`.
 
     Returns:
-        The images (N, C, H, W) uint8, and an empty list. If samples are not finite, None and the
-        seeds of these samples.
+        The images (N, C, H, W) uint8, and an empty list. If any sample is not finite, the function
+        returns None instead of the images, and the list has the seeds of the non-finite samples.
     """
     assert isinstance(module, CanGenerate)
     num_classes = getattr(module, "num_classes", None)
@@ -288,10 +300,10 @@ def check_images(images: Tensor, num: int) -> None:
 
 
 def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
-    """The first of a Trainer's DataLoaders whose data set can be indexed; None without one.
+    """Return the first DataLoader whose data set can be indexed by sample, or None.
 
-    Streams cannot be indexed. The function also skips data sets whose items are whole batches
-    (`batch_size=None`).
+    An IterableDataset cannot be indexed. The function also skips loaders with `batch_size=None`,
+    because each item of their data sets is a whole batch.
 
     Example:
         >>> loader = DataLoader([0, 1, 2])
@@ -306,7 +318,7 @@ def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
 
 
 def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
-    """The data set of a loader, or the subset from which its `SubsetRandomSampler` draws.
+    """Return the data set of a loader, or the subset that its `SubsetRandomSampler` draws from.
 
     Example:
         >>> sampler = torch.utils.data.SubsetRandomSampler([2, 0])
@@ -318,12 +330,16 @@ def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
 
 
 def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageSet | None:
-    """Images of a split, from the data module if it has splits, else from the Trainer's loader.
+    """Return the images of a split, from the data module or from the Trainer's loader.
+
+    The images come from the data module if it implements `metrics.images.HasSplits`. Otherwise,
+    they come from the Trainer's DataLoader of this split.
 
     Args:
         trainer: the Trainer of the run.
         split: "train", "val" or "test".
-        where: where the images are in a batch of a loader: an index, a key or a function.
+        where: how to find the images in a batch of the Trainer's loader: an index, a key, or a
+            function of the batch.
 
     Returns:
         The images, or None if the Trainer has no loader of this split that can be indexed.
@@ -333,7 +349,7 @@ def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageS
         return open_split(data, split)
     fitting = split == "val" and trainer.state.fn == TrainerFn.FITTING
     if fitting and trainer.enable_validation and trainer.val_dataloaders is None:
-        # Lightning creates them in the first epoch with a validation, unless they exist.
+        # Lightning would create these loaders later, before the first validation.
         trainer.validating = True
         try:
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
@@ -352,7 +368,7 @@ def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageS
 
 
 class FixedImages(NamedTuple):
-    """Images of a data set that a callback evaluates each time.
+    """Images of a data set that a callback uses in every evaluation.
 
     Attributes:
         images: (N, C, H, W) of any dtype.
@@ -372,7 +388,7 @@ class FixedImages(NamedTuple):
 
         Returns:
             x0 (N, C, H, W), the labels (None if the loss takes no labels), and noise with the shape
-            of x0. The noise of an image depends only on its index.
+            of x0. The noise of an image depends only on the image's index in the data set.
         """
         x0 = module.codec.encode(self.images.to(module.device))
         noise = PerSampleNoise(self.indices, stream="noise level").randn_like(x0)
@@ -383,15 +399,16 @@ class FixedImages(NamedTuple):
 
 
 def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedImages:
-    """Read at most `num` images, evenly spaced over the first data set; the same in every call.
+    """Read at most `num` images, evenly spaced over a data set. Every call reads the same images.
 
-    The function makes a new loader, because iterating over the Trainer's loader would restart its
-    persistent workers in the middle of an epoch.
+    The data set is the first one that can be indexed. The function creates a new loader for it,
+    because iterating over the Trainer's loader would restart the loader's persistent workers in the
+    middle of an epoch.
 
     Args:
         loaders: the Trainer's loaders of a split.
-        num: number of images.
-        where: where the images are in a batch: an index, a key or a function.
+        num: maximum number of images.
+        where: how to find the images in a batch: an index, a key, or a function of the batch.
 
     Raises:
         ValueError: if no data set can be indexed.

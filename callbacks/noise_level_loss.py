@@ -1,4 +1,4 @@
-"""Measure the loss at fixed noise levels, to see at which levels a model is good."""
+"""Measure the loss at fixed noise levels, to see at which noise levels a model is good."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -21,12 +21,15 @@ from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
 
 
 class NoiseLevelLoss(PeriodicEvaluation):
-    """Logs the mean loss of fixed images with fixed noise at levels `u = (i + 1/2) / num_levels`.
+    """Logs the mean loss of the same images at several noise levels, always with the same noise.
 
-    The metrics are `val/loss_u0.05`, ..., `val/loss_u0.95`, and u = 1 is the noisiest level. For
-    training images, the names are `train/loss_u0.05` and so on. Images, noise and levels are the
-    same in every measurement, so the values change only with the weights. Every rank computes all
-    values, so they do not depend on the batch size or the number of ranks.
+    The noise levels are `u = (i + 1/2) / num_levels` for i = 0, ..., num_levels - 1, on a scale
+    from 0 (cleanest) to 1 (noisiest). With 10 levels, the metrics of held-out images are
+    `val/loss_u0.05`, ..., `val/loss_u0.95`. For training images, the names begin with `train/`.
+
+    Images, noise and noise levels are the same in every measurement, so a metric changes only if
+    the weights change. Every rank computes all metrics, so they do not depend on the batch size or
+    the number of ranks.
 
     Args:
         num_levels: number of noise levels, >= 1.
@@ -38,10 +41,12 @@ class NoiseLevelLoss(PeriodicEvaluation):
             Losses of training images go to the loggers only, and not to `trainer.callback_metrics`.
         images: how to find the images in a batch: an index, a key, or a function of the batch. None
             uses the batch itself, its first part, or the one image tensor of a dictionary. Images
-            are passed to the module's codec unchanged. Labels are the second part of a tuple.
+            are passed to the module's codec unchanged. If the batch is a tuple, its second part is
+            used as labels.
 
     Raises:
-        ValueError: if a number is invalid, a fit has no validation, or the data cannot be indexed.
+        ValueError: if an argument is below 1, if `every_n_steps` is None and the fit has no
+            validation, or if no data set can be indexed.
         TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Example:
@@ -67,18 +72,18 @@ class NoiseLevelLoss(PeriodicEvaluation):
         self._fixed: FixedImages | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise TypeError for a module that is not `HasNoiseLevels`."""
+        """Raise TypeError if the module does not implement `protocols.HasNoiseLevels`."""
         super().setup(trainer, pl_module, stage)
         self._fixed = None  # the data may have changed since the last run
         require_noise_levels(pl_module, "NoiseLevelLoss")
 
     def metric_names(self) -> list[str]:
-        """One name for each level: "train/..." if measured every n steps, else "val/..."."""
+        """One name for each noise level: "train/..." with `every_n_steps`, else "val/..."."""
         split = "val" if self.every_n_steps is None else "train"
         return [f"{split}/loss_u{u:.3g}" for u in self.levels]
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Losses of training images by metric name, with averaged weights if available."""
+        """Return the losses of training images by metric name, with averages if available."""
         with averaged_weights(trainer):
             losses = self._losses(trainer, pl_module, trainer.train_dataloader)
         return dict(zip(self.metric_names(), losses.tolist(), strict=True))
@@ -107,17 +112,17 @@ def noise_level_losses(
     noise: Tensor,
     levels: Sequence[float],
 ) -> Tensor:
-    """Compute the mean loss of a batch at each noise level, with the same noise.
+    """Compute the mean loss of a batch at each noise level. All levels use the same noise.
 
     Args:
-        module: module that computes the loss of each sample.
+        module: module whose method `per_sample_loss` computes the losses.
         x0: (B, C, H, W) encoded images.
         labels: labels or conditions of the B images, or None.
-        noise: (B, C, H, W).
+        noise: (B, C, H, W) noise.
         levels: L noise levels u in [0, 1].
 
     Returns:
-        (L,) float64.
+        (L,) float64 losses.
     """
     means = []
     for u in levels:

@@ -1,4 +1,4 @@
-"""Power-function averages of weights. Averages of other widths are reconstructed from snapshots."""
+"""Power-function averages of weights (EDM2), and snapshots to compute other widths later."""
 
 import shutil
 from math import prod
@@ -24,39 +24,44 @@ from lit_diffusion.files import check_regular
 class PowerEMA(EMA):
     """EMA whose decay grows with the step, so that it averages over a fixed fraction of the run.
 
-    After step n, the average is `d * average + (1 - d) * weight`, with
-    `d = (1 - 1 / n) ** (gamma + 1)`. The relative width determines gamma. The relative width is the
-    standard deviation of the averaged steps, divided by the number of steps so far. Usual widths
-    are 0.05 and 0.10. The names of the weights are "power_<width>", and "ema" for the first width.
-    Steps are counted from the start of the averages.
+    At step n, each average becomes `d * average + (1 - d) * weight`, with
+    `d = (1 - 1 / n) ** (gamma + 1)`. Steps are counted from 1, when averaging starts. The exponent
+    gamma is computed from the relative width of the average. The relative width is the standard
+    deviation of the averaged steps, divided by the number of steps so far. Usual widths are 0.05
+    and 0.10. `weights(name)` accepts the names "power_<width>", and "ema" for the first width.
 
-    If a run has two widths and snapshots, averages of other widths can be reconstructed from a
-    checkpoint and the snapshots before it: `load(run, weights="power_0.07")`, or
-    `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For widths from 0.02 to 0.25, 30 snapshots
-    suffice. If the relative error of the profile of a width exceeds 0.1, the reconstruction raises
-    an error.
+    If a run averages with two widths and saves snapshots, averages with other widths can be
+    reconstructed from a checkpoint and the snapshots before it. To do so, call
+    `load(run, weights="power_0.07")` or run `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For
+    widths from 0.02 to 0.25, 30 snapshots suffice. A reconstruction fits the share that each step
+    has in the requested average (its profile) by a combination of the snapshots' profiles. If the
+    relative error of this fit exceeds 0.1, the reconstruction raises an error.
 
-    Like `EMA`, this callback averages trainable parameters in float32. It validates, tests and
-    predicts with the first average, and leaves the raw weights in `state_dict()` and checkpoints. A
-    resumed run deletes the snapshots of later steps and cannot add a width. A checkpoint stores the
-    SHA-256 hashes of its snapshots. A snapshot with a different hash raises an error.
+    Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
+    use the first average, while `state_dict()` and checkpoints have the raw weights. A resumed run
+    deletes the snapshots of steps after the checkpoint, and cannot add a width. A checkpoint stores
+    the SHA-256 hashes of its snapshots, and reading a snapshot with a different hash raises an
+    error.
 
-    Rounding errors of the averages in float32 grow with the number of steps. If weights move by 10%
-    in a run, the errors after 400,000 steps are 0.3% of the difference between widths 0.05 and
-    0.10. If weights move less, the errors are larger relative to this difference.
+    The averages are stored in float32, and their rounding errors grow with the number of steps. For
+    example, if the weights move by 10% in a run of 400,000 steps, the rounding errors are 0.3% of
+    the difference between the averages with widths 0.05 and 0.10. If the weights move less, the
+    rounding errors are a larger fraction of this difference.
 
     Args:
-        widths: relative widths, one or more, above 0 and below 0.289.
-        snapshot_every_n_steps: optimizer steps between snapshots, which are written to
-            `ema-snapshots/` in the run folder, next to `checkpoints/`; None writes none.
-        prefix: submodule to average, such as "network"; "" for all.
+        widths: one or more relative widths, above 0 and below 0.289.
+        snapshot_every_n_steps: optimizer steps between snapshots of the averages. Snapshots are
+            written to `ema-snapshots/` in the run folder, next to `checkpoints/`. None writes no
+            snapshots.
+        prefix: name of the submodule to average, such as "network"; "" averages all parameters.
         on_cpu: whether to store the averages in CPU memory. This saves GPU memory but is slower,
-            because each update copies the weights.
+            because each update copies the weights to the CPU.
 
     Raises:
-        ValueError: if a width is out of range, if two `PowerEMA` write snapshots, or if the
-            checkpoint lacks a width. As in `EMA`, also if the prefix has no parameters, if EMAs
-            overlap, or if the strategy is not supported.
+        ValueError: if a width is out of range, if two `PowerEMA` callbacks write snapshots, or if
+            the checkpoint has no average with one of the widths. As in `EMA`, also if no parameter
+            is under the prefix, if the prefixes of two callbacks overlap, or if the strategy is not
+            supported.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 3.
 
@@ -89,14 +94,18 @@ class PowerEMA(EMA):
         return prod(power_decay(self._gammas[decay], n + 1) for n in range(first, last))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of `EMA`, with the hashes of the snapshots added."""
+        """Return the state of `EMA`, with the hashes of the snapshots added."""
         state = super().state_dict()
         if state and self._hashes:
             state["snapshots"] = dict(self._hashes)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore averages and hashes; raise an error for widths that the checkpoint lacks."""
+        """Restore averages and hashes.
+
+        Raises:
+            ValueError: if `widths` contains a width that the checkpoint does not have.
+        """
         super().load_state_dict(state_dict)
         self._hashes = dict(state_dict.get("snapshots", {}))
         saved = state_dict.get("decays", self.decays)
@@ -108,7 +117,7 @@ class PowerEMA(EMA):
             )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check as `EMA` does; raise an error if another `PowerEMA` writes the same files."""
+        """Run the checks of `EMA`. Raise an error if another `PowerEMA` writes snapshots too."""
         super().setup(trainer, pl_module, stage)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         writers = [each for each in callbacks if getattr(each, "snapshot_every_n_steps", None)]
@@ -138,7 +147,7 @@ class PowerEMA(EMA):
                 )
 
     def _copy_earlier_snapshots(self, trainer: Trainer) -> None:
-        """Copy the snapshots of the resumed run if this run has another folder."""
+        """Copy the snapshots of the run that is resumed, if this run writes to another folder."""
         before = Path(trainer.ckpt_path or "").absolute().parent.parent / SNAPSHOT_FOLDER
         if trainer.ckpt_path is None or before.resolve() == self._folder.resolve():
             return

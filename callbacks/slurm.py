@@ -15,9 +15,10 @@ _JOB_FILE = "slurm-job"
 
 
 def job_id() -> str | None:
-    """Id of this job in SLURM's commands, such as 7, or 7_2 for a task of an array.
+    """Return the id of this SLURM job, such as 7, or 7_2 for task 2 of the job array 7.
 
-    SLURM_JOB_ID alone is ambiguous: in one task of an array it equals the id of the whole array.
+    SLURM's commands accept this id. The variable `SLURM_JOB_ID` alone is ambiguous, because in one
+    task of each job array it equals the id of the whole array.
 
     Returns:
         The id; None outside SLURM.
@@ -35,21 +36,22 @@ def job_id() -> str | None:
 def requeue_job(job: str, number: signal.Signals) -> str:
     """Ask SLURM to requeue a running job after a signal.
 
-    After SIGTERM, the job is requeued only if SLURM preempts it. Otherwise, a user has stopped this
-    process and may have other work in the job. The job is also not requeued if it was cancelled or
-    has reached its time limit.
+    After SIGTERM, the job is requeued only if SLURM preempts it. If SLURM does not preempt the job,
+    a user has sent the SIGTERM to stop this process, and the job may contain other work of the
+    user. After any signal, the job is not requeued if it was cancelled or has reached its time
+    limit.
 
     Args:
-        job: id of the job (`job_id`).
+        job: id of the job, as returned by `job_id`.
         number: the signal that this process has received.
 
     Returns:
-        A sentence that says whether the job is requeued, and why.
+        A sentence for the user that says whether the job is requeued and, if not, why.
     """
     status = _run(["scontrol", "show", "job", "--oneliner", job])
     states = set(re.findall(r"\bJobState=(\S+)", status.stdout))
     if not states:
-        return f"SLURM job {job} could not be asked for: {_error(status)}"
+        return f"SLURM job {job} is not requeued, because its state is unknown: {_error(status)}"
     if states != {"RUNNING"}:
         listed = ", ".join(sorted(states))
         return f"SLURM job {job} is not requeued, because it is not running: {listed}"
@@ -63,9 +65,9 @@ def requeue_job(job: str, number: signal.Signals) -> str:
 
 
 def mark_checkpoints(folder: Path) -> None:
-    """Write the id and the restart count of this SLURM job into a folder of checkpoints.
+    """Write the id and the restart count of this SLURM job to a file in a folder of checkpoints.
 
-    `is_requeue_of` reads them after a restart. Outside SLURM, nothing is written.
+    `is_requeue_of` reads this file after a restart. Outside SLURM, nothing is written.
     """
     if job := job_id():
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +75,10 @@ def mark_checkpoints(folder: Path) -> None:
 
 
 def is_requeue_of(folder: Path) -> bool:
-    """Check whether this process is a restart of the job that marked the folder of checkpoints."""
+    """Return whether this process is a restart of the SLURM job that marked the folder.
+
+    `mark_checkpoints` marks a folder of checkpoints.
+    """
     file = folder / _JOB_FILE
     if not file.is_file():
         return False
@@ -91,7 +96,10 @@ def _restarts() -> int:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a SLURM command up to three times, in a separate session that gets no signals."""
+    """Run a SLURM command, up to three times if it fails.
+
+    The command runs in a session of its own, so that signals to this process do not reach it.
+    """
     options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     for wait in (2.0, 8.0, 0.0):
         try:

@@ -1,4 +1,4 @@
-"""Seed the random numbers of training by (seed, rank, step, batch) in any module."""
+"""Seed the random numbers of each training batch by (seed, rank, step, batch), in any module."""
 
 import hashlib
 import os
@@ -19,17 +19,20 @@ class StepSeed(pl.Callback):
 
     The seed is a hash of the run's seed, the rank, the optimizer step and the batch index.
 
-    Without this callback, Lightning seeds all ranks equally, so all ranks draw the same noise and
-    noise levels in `training_step`. A resumed run then repeats the random numbers of the first
-    epoch. With this callback, ranks draw different numbers, and runs are reproducible. A resumed
-    run draws the same numbers as an uninterrupted run. `DiffusionModule` does not need this
-    callback, because it already computes its seeds in the same way.
+    Without this callback, `seed_everything` seeds all ranks equally, so all ranks draw the same
+    noise and the same noise levels in `training_step`. Moreover, a resumed run starts from this
+    seed again and repeats the random numbers of the first epoch.
+
+    With this callback, each rank draws different random numbers, and a run with the same seed draws
+    the same numbers again. A resumed run draws the same numbers as an uninterrupted run. The class
+    `DiffusionModule` of lit-diffusion does not need this callback, because it seeds each step
+    itself in the same way.
 
     Args:
         seed: seed of the run; None uses the seed that was passed to `seed_everything`.
 
     Raises:
-        ValueError: at fit start, if there is no seed.
+        ValueError: at fit start, if `seed` is None and `seed_everything` was not called.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[StepSeed(seed=0)], accelerator="cpu", logger=False)
@@ -53,7 +56,7 @@ class StepSeed(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Seed this batch."""
+        """Seed the random number generators for this batch."""
         key = ("step", self._run_seed(), trainer.global_rank, trainer.global_step, batch_idx)
         digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little") >> 1  # 63 bits
