@@ -1,12 +1,12 @@
-"""Curriculum timestep schedule (CLTS): a density of noise levels that changes in training.
+"""Curriculum timestep schedule (CLTS): a density of noise levels that changes during training.
 
-A noise level is described by its rank u in [0, 1], where 0 is the cleanest level and 1 the
-noisiest. A density is a vector of probabilities, one for each of num_bins equal bins of u. The
-probability of bin i is computed at its right edge, `u = (i + 1) / num_bins`.
-This is the paper's `t / T` with t = 1, ..., T.
+A noise level is a number u in [0, 1], where u = 0 is the cleanest level and u = 1 the noisiest. A
+density is a vector of num_bins probabilities, one for each of num_bins bins of equal width. The
+probability of bin i is computed at the right edge of the bin, `u = (i + 1) / num_bins`. With
+num_bins = T, this edge is the paper's `t / T` for t = 1, ..., T.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 4.2. The
-controls are not in the paper.
+controls `CurriculumWeight` and `ImportanceWeightedCurriculum` are not in the paper.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,14 @@ Normalize = Literal["truncate", "mix"]
 
 
 def clts_gamma(step: int, num_steps: int) -> float:
-    """Progress of the curriculum after `step` optimizer steps: `min(step / num_steps, 1)`.
+    """Return the progress of the curriculum, `min(step / num_steps, 1)`.
 
-    Source: Eq. 8. The progress is clipped at 1, because densities would be negative beyond 1.
+    Args:
+        step: optimizer steps completed.
+        num_steps: optimizer steps until the progress is 1.
+
+    Source: Eq. 8 of "Why diffusion models are stable and how to make them faster" (2023). The
+    progress is clipped at 1, because a larger progress would make the density negative.
 
     Example:
         >>> clts_gamma(0, 50_000), clts_gamma(25_000, 50_000), clts_gamma(500_000, 50_000)
@@ -41,10 +46,11 @@ def clts_gamma(step: int, num_steps: int) -> float:
 def gaussian_log_density(
     mean: float, std: float, num_bins: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Log density of `N(mean, std**2)` at each bin of u, without the normalizing constant.
+    """Return the log density of `N(mean, std**2)` for each bin, without its normalizing constant.
 
     Returns:
-        (num_bins,) float64, `-(u - mean)**2 / (2 * std**2)` at u = 1 / num_bins, ..., 1.
+        (num_bins,) float64: the values of `-(u - mean)**2 / (2 * std**2)` at the right edges of the
+        bins, `u = 1 / num_bins, ..., 1`.
 
     Example:
         >>> gaussian_log_density(mean=0.5, std=0.5, num_bins=4).tolist()
@@ -71,28 +77,30 @@ def clts_density(
     normalize: Normalize = "truncate",
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Density p, which changes from the uniform density to a Gaussian as `step` grows.
+    """Return the density of the curriculum, which changes from uniform to Gaussian with `step`.
 
-    It is `p = (1 - gamma) * uniform + gamma * N(mean, std**2)` with
-    `gamma = clts_gamma(step, num_steps)`.
+    The density is the mixture `p = (1 - gamma) * uniform + gamma * N(mean, std**2)` with
+    `gamma = clts_gamma(step, num_steps)`. It is uniform at step 0. From step `num_steps` on, it is
+    the Gaussian.
 
     Args:
         step: optimizer steps completed.
-        num_steps: optimizer steps until only the Gaussian is left.
-        mean: noise level u that is trained most, in [0, 1].
-        std: standard deviation of the Gaussian in units of u; 1.0 is the paper's sigma = T.
+        num_steps: optimizer steps until the density is the Gaussian.
+        mean: mean of the Gaussian: the noise level u in [0, 1] that is sampled most.
+        std: standard deviation of the Gaussian in units of u. The paper's sigma = T is std = 1.0.
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the result is the paper's
-            density over t.
-        normalize: how the Gaussian and the uniform density are mixed. "truncate" normalizes the
-            Gaussian over the bins first, so that a fraction gamma of the samples comes from it.
-            "mix" adds the Gaussian of Eq. 7 unchanged and normalizes the sum. With the default mean
-            and std, only 38% of that Gaussian lies in [0, 1].
+            density over the times t = 1, ..., T.
+        normalize: how to mix the two densities. "truncate" first normalizes the Gaussian over the
+            bins, so that a fraction gamma of the samples comes from the Gaussian. "mix" adds the
+            Gaussian of Eq. 7 and normalizes the sum. With "mix", the fraction is smaller, because a
+            part of this Gaussian is outside [0, 1]. With the default mean and std, only 38% of the
+            Gaussian is inside.
         device: device of the result.
 
     Returns:
-        (num_bins,) float64, with sum 1.
+        (num_bins,) float64 probabilities with sum 1.
 
-    Source: Eq. 7 and 8.
+    Source: Eq. 7 and 8 of "Why diffusion models are stable and how to make them faster" (2023).
 
     Example:
         >>> clts_density(0, 50_000, num_bins=4).tolist()
@@ -122,13 +130,17 @@ class _Curriculum(TimestepWriter):
         self.density_at(0)  # raises an error for invalid arguments
 
     def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
-        """`clts_density` with this callback's arguments."""
+        """Return `clts_density` with this callback's arguments."""
         return clts_density(
             step, self.num_steps, self.mean, self.std, self.num_bins, self.normalize, device
         )
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """`clts/gamma`, and the total variation `clts/tv` between the density and uniform."""
+        """Return the metrics `clts/gamma` and `clts/tv`.
+
+        They are the progress of the curriculum, and the total variation between its density and the
+        uniform density.
+        """
         return {
             "clts/gamma": clts_gamma(step, self.num_steps),
             "clts/tv": total_variation(self.density_at(step, device)),
@@ -136,33 +148,36 @@ class _Curriculum(TimestepWriter):
 
 
 class TimestepCurriculum(_Curriculum):
-    """CLTS: samples training times from a density that moves from uniform to a Gaussian.
+    """Samples noise levels from a density that changes from uniform to Gaussian (CLTS).
 
-    In each training batch, the callback sets the module's `timestep_density` to the `clts_density`
-    of step `trainer.global_step`. The density is equal on all ranks. It depends only on the step,
-    so a resume is exact without saved state. The loss is not reweighted, so the objective changes.
+    Before each training batch, the callback sets the module's attribute `timestep_density` to the
+    `clts_density` of step `trainer.global_step`. The module must sample its noise levels from this
+    density. All ranks use the same density. The density depends only on the step, so a resumed run
+    continues exactly without saved state. The loss is not reweighted, so the training objective
+    changes.
 
-    Logs `clts/gamma`, the progress of the curriculum, and `clts/tv`, the total variation between
-    the density and the uniform density. With the default arguments, `clts/tv` is at most 0.028.
-    This means that 3.5 of 128 samples get a different noise level.
+    The callback logs `clts/gamma`, the progress of the curriculum, and `clts/tv`, the total
+    variation between its density and the uniform density. With the default arguments, `clts/tv` is
+    at most 0.028. This means that at most 2.8% of the samples, such as 3.5 in a batch of 128, get a
+    different noise level than under uniform sampling.
 
-    `trainer.global_step` counts accumulated batches once. In manual optimization it counts every
-    step of every optimizer.
+    `trainer.global_step` counts optimizer steps, so batches whose gradients are accumulated into
+    one step count once. In manual optimization, it counts every step of every optimizer.
 
     Args:
-        num_steps: optimizer steps until only the Gaussian is left. The paper reports 50,000 for
+        num_steps: optimizer steps until the density is the Gaussian. The paper reports 50,000 for
             CIFAR-10 and 300,000 for ImageNet-128.
-        mean: noise level u that is trained most, in [0, 1].
-        std: standard deviation of the Gaussian in units of u; 1.0 is the paper's sigma = T.
+        mean: mean of the Gaussian: the noise level u in [0, 1] that is sampled most.
+        std: standard deviation of the Gaussian in units of u. The paper's sigma = T is std = 1.0.
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the density is the paper's
-            density over t.
-        normalize: how the Gaussian and the uniform density are mixed, "truncate" or "mix"; see
+            density over the times t = 1, ..., T.
+        normalize: how to mix the Gaussian and the uniform density, "truncate" or "mix". See
             `clts_density`.
 
     Raises:
-        ValueError: if an argument is invalid. At fit start, also if the module has no
-            `timestep_density` (see `protocols.HasTimesteps`), or if another callback sets this
-            attribute too. At the first batch, also if other code has set `timestep_density`.
+        ValueError: if an argument is invalid; at fit start, if the module has no attribute
+            `timestep_density` or if another callback sets this attribute too; at a batch, if other
+            code has set this attribute.
 
     Source: Eq. 7 and 8 of "Why diffusion models are stable and how to make them faster" (2023).
 
@@ -174,16 +189,18 @@ class TimestepCurriculum(_Curriculum):
     writes = ("timestep_density",)
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The density."""
+        """Return the density of this step."""
         return Timesteps(timestep_density=self.density_at(step, device))
 
 
 class CurriculumWeight(_Curriculum):
-    """Control for `TimestepCurriculum`: multiplies the loss by `num_bins * p` at unchanged times.
+    """Control for `TimestepCurriculum`: uses the same density as a loss weight, not for sampling.
 
-    Here, p is the CLTS density. If times are uniform, the expected gradients equal the expected
-    gradients with `TimestepCurriculum`, and only their variance differs. The class takes the same
-    arguments as `TimestepCurriculum`.
+    The loss at a noise level in bin i is multiplied by `num_bins * p[i]`, where p is the
+    `clts_density` of the step. The module samples noise levels as it does without this callback. If
+    it samples them uniformly, the expected gradients are the same as with `TimestepCurriculum`, and
+    only the variance of the gradients differs. The arguments are the same as those of
+    `TimestepCurriculum`.
 
     Example:
         >>> curriculum = CurriculumWeight(num_steps=100, num_bins=4)
@@ -195,17 +212,18 @@ class CurriculumWeight(_Curriculum):
     writes = ("timestep_weight",)
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The weight."""
+        """Return the loss weight of this step."""
         return Timesteps(timestep_weight=self.num_bins * self.density_at(step, device))
 
 
 class ImportanceWeightedCurriculum(_Curriculum):
-    """Control for `TimestepCurriculum`: uses CLTS times, and divides the loss by `num_bins * p`.
+    """Control for `TimestepCurriculum`: uses the same density, but keeps the uniform objective.
 
-    Here, p is the CLTS density. The expected gradients equal the expected gradients with uniform
-    times. Any gain of CLTS over this control is therefore due to the changed objective. The class
-    takes the same arguments as `TimestepCurriculum`. The Gaussian must be wide enough that no bin
-    has probability 0.
+    The module samples noise levels from p, the `clts_density` of the step. The loss at a noise
+    level in bin i is divided by `num_bins * p[i]`. The expected gradients are therefore the same as
+    with uniformly sampled noise levels. If `TimestepCurriculum` is better than this control, the
+    reason is the changed objective. The arguments are the same as those of `TimestepCurriculum`.
+    The Gaussian must be wide enough that no bin has probability 0.
 
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)
@@ -224,6 +242,6 @@ class ImportanceWeightedCurriculum(_Curriculum):
             )
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """Density and weight."""
+        """Return the density and the loss weight of this step."""
         density = self.density_at(step, device)
         return Timesteps(density, importance_weight(density))

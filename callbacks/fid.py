@@ -1,4 +1,4 @@
-"""Compute FID during training, and record its weights, samples, real images and extractor."""
+"""Compute the FID during training, and record the settings under which it was computed."""
 
 import json
 import math
@@ -50,63 +50,69 @@ SPLITS = ("train", "val", "test")
 
 
 class FIDEvaluation(PeriodicEvaluation):
-    """Scores samples by FID after every validation, or after every n optimizer steps.
+    """Computes the FID of samples after every validation, or after every n optimizer steps.
 
     - Samples: the callback calls `pl_module.generate(seeds, labels)` for the seeds 0, ...,
       num_samples - 1. If the module has classes, the label is `seed % num_classes`. Process r of R
       generates the seeds r, r + R, and so on. The module generates in eval mode, in the Trainer's
-      precision, and with `weights`. The extractor computes in float32. Training is not affected.
-    - Metrics: the callback logs `val/fid_<num_samples>` and its floor. The floor is the FID of the
-      same number of real images with the same labels. `trainer.test` logs `test/fid_<num_samples>`
-      if the data have a test split. If `weights` is not "ema", the metric name contains it.
-    - Files: each evaluation appends one line with the whole FID protocol to `evaluations.jsonl` in
-      the run folder. The checkpoint with the best FID is `checkpoints/best-fid.ckpt` in the same
-      folder.
-    - Run folder: `lit-diffusion fit` sets it. In other projects it is the first logger's
-      version directory, or `default_root_dir` if there is no logger. A new run raises an error if
-      another run has written to the folder.
+      precision, and with the weights that `weights` names. The extractor computes in float32. The
+      evaluation does not change the training.
+    - Metrics: the callback logs the FID as `val/fid_<num_samples>` and its floor as
+      `val/fid_<num_samples>_floor`. The floor is the FID of real images in place of the samples, in
+      the same number and with the same labels. If the data have a test split, `trainer.test` logs
+      `test/fid_<num_samples>`. If `weights` is not "ema", the metric names contain the name of the
+      weights.
+    - Files: each evaluation appends one line to `evaluations.jsonl` in the run folder. The line has
+      the FID and all settings under which it was computed. The checkpoint with the best FID is
+      `checkpoints/best-fid.ckpt` in the same folder.
+    - Run folder: `lit-diffusion fit` sets the run folder. In other projects, it is the first
+      logger's version directory, or `default_root_dir` if there is no logger. A new run raises an
+      error if `evaluations.jsonl` in this folder has evaluations of another run.
     - With `every_n_steps`, the FID goes to the loggers only. `ModelCheckpoint(monitor=...)` cannot
-      use it, because the monitor would assign an old FID to later weights.
-    - If samples are not finite, the FID is NaN, a warning lists their seeds, and training
-    continues.
+      use this FID, because it would rank the current weights by an FID from an earlier step.
+    - If samples are not finite, the FID is NaN, a warning lists the seeds of these samples, and
+      training continues.
     - `fast_dev_run` generates one sample and computes no FID.
 
     Args:
         num_samples: number of samples to generate, >= 2. FIDs of different numbers of samples are
             not comparable.
-        extractor: an FID protocol, or its name: "inception-v3-compat", "digits-cnn" or
-            "patches-cnn". You can also pass a file that `lit-diffusion train-extractor` has
-            written. This file is copied to the run folder.
+        extractor: an FID protocol, which defines the extractor and the resizing, or the name of
+            one: "inception-v3-compat", "digits-cnn" or "patches-cnn". You can also pass the path of
+            a file that `lit-diffusion train-extractor` has written. This file is copied to the run
+            folder.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
-            folder of images, or an .npz file of images. If the split comes from a loader, its
-            images include the loader's augmentation.
+            folder of images, or an .npz file of images. If the split comes from a DataLoader of the
+            Trainer, its images include the augmentation.
         every_n_steps: optimizer steps between evaluations; None evaluates after every validation.
-        weights: name of the weights to use. A callback such as EMA provides them (see
+        weights: name of the weights to use. A callback such as EMA provides named weights (see
             `protocols.WeightsProvider`). The name "raw" selects the weights being trained.
         batch_size: samples per call of `generate` on each process, >= 1.
         save_best: whether to write best-fid.ckpt.
-        cache_dir: folder for statistics of the real images; None is ~/.cache/lit-diffusion.
-        repeats_at_end: number of further evaluations after the last step of a fit, each with the
-            next `num_samples` seeds. Their results are written to `evaluations.jsonl` only, and
-            show how much the FID varies between sets of samples.
-        images: where the images of a batch are, for data without splits: an index, a key, or a
-            function of the batch that returns images (N, C, H, W). None uses the batch itself, its
-            first part, or the one image tensor of a dictionary. Floats must have 256 levels over
-            [0, 1] or [-1, 1].
-        auxiliary_metrics: whether to compute other metrics of the same samples and write them to
-            `second_look` in `evaluations.jsonl`. One is the FID to held-out images, if `reference`
-            is "train". Others are the Frechet distances of pixels and of features of an untrained
-            network, the floor of each distance, and precision and recall in features and in pixels.
-            The last one is the fraction of samples that are nearer to a training image than the
-            median held-out image is. The fraction is 0.5 for new images and 1 for copies.
+        cache_dir: folder in which to cache statistics of the real images; None is
+            ~/.cache/lit-diffusion.
+        repeats_at_end: number of additional evaluations at the end of a fit. They use the same
+            weights, and each uses the next `num_samples` seeds. Their results are written to
+            `evaluations.jsonl` only. They show how much the FID varies between sets of samples.
+        images: how to find the images in a batch of a DataLoader: an index, a key, or a function of
+            the batch that returns images (N, C, H, W). None uses the batch itself, its first part,
+            or the one image tensor of a dictionary. Floats must have 256 levels over [0, 1] or
+            [-1, 1]. If the data module implements `metrics.images.HasSplits`, `images` is not used.
+        auxiliary_metrics: whether to compute other metrics of the same samples. They are written to
+            `evaluations.jsonl` under the key `second_look`. They include Frechet distances between
+            pixels and between the features of an untrained network. If `reference` is "train", they
+            also include the FID to held-out images. Each of these distances has a floor. Precision
+            and recall are computed in the extractor's features and in pixels. The metric
+            `memorized` is the fraction of samples that are nearer to a training image than the
+            median held-out image is. This fraction is about 0.5 for new images and 1 for copies.
 
     Raises:
-        ValueError: if a number is out of range. At the start of a run, also if weights or data are
+        ValueError: if an argument is invalid, or, at the start of a run, if weights or data are
             missing.
         FileNotFoundError: at the start of a run, if the extractor's weight file is missing.
 
-    Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule" (arXiv 1706.08500),
-    Eq. 6. `metrics.frechet.FrechetDistance` computes it.
+    Source: Eq. 6 of Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule" (arXiv
+    1706.08500). `metrics.frechet.FrechetDistance` computes this equation.
 
     Example:
         >>> FIDEvaluation(360, "digits-cnn").metric_name("val")
@@ -145,7 +151,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self.auxiliary_metrics = auxiliary_metrics
         self.best_score: float | None = None
         self.best_step: int | None = None
-        self.image_count: ImageCount | None = None  # training images of the fit so far
+        self.image_count: ImageCount | None = None  # number of training images in the fit so far
         self._best_is_unsaved = False
         self._best_settings: dict[str, str] = {}  # `_comparable_settings` of the best FID
         self._evaluated_step: int | None = None
@@ -154,7 +160,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self._real: dict[str, AuxiliaryMetrics] = {}  # by split or path
 
     def metric_name(self, stage: str) -> str:
-        """The name under which the FID is logged; `stage` is "val" or "test"."""
+        """The name under which the FID is logged. `stage` is "val" or "test"."""
         thousands, rest = divmod(self.num_samples, 1000)
         count = self.num_samples if rest else f"{thousands}k"
         weights = "" if self.weights_name == "ema" else f"_{self.weights_name}"
@@ -167,7 +173,7 @@ class FIDEvaluation(PeriodicEvaluation):
     # Checks before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise an error for an unsupported module, weights, extractor or set of callbacks."""
+        """Raise an error if the module, the weights, the extractor or the callbacks do not fit."""
         super().setup(trainer, pl_module, stage)
         self._real.clear()  # the data may have changed since the last run
         self._evaluated_step, self._best_is_unsaved = None, False
@@ -193,7 +199,10 @@ class FIDEvaluation(PeriodicEvaluation):
             raise ValueError(f"{both} write best-fid.ckpt: pass save_best=False to one of them.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compute statistics of the real images; drop a best FID measured with other settings."""
+        """Compute statistics of the real images.
+
+        If the checkpoint has a best FID that was measured with other settings, it is dropped.
+        """
         super().on_train_start(trainer, pl_module)
         self.image_count = start_image_count(trainer, self.image_count)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -205,7 +214,7 @@ class FIDEvaluation(PeriodicEvaluation):
         if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
             self.protocol.copy_to(self.folder)
         settings = self._comparable_settings(trainer, pl_module)
-        # Checkpoints of earlier versions lack some settings.
+        # Checkpoints from earlier versions of this library lack some settings.
         before = settings | self._best_settings
         changed = [name for name in settings if before[name] != settings[name]]
         if self.best_score is not None and changed:
@@ -218,7 +227,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self._best_settings = settings
 
     def _comparable_settings(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:
-        """Settings that must be equal for two FIDs of this metric name to be comparable."""
+        """Settings that must be equal in two evaluations, or their FIDs are not comparable."""
         reference = self._real_images(trainer, module, "val").comparisons[0].reference
         return {
             "extractor_sha256": self.protocol.sha256,
@@ -239,22 +248,22 @@ class FIDEvaluation(PeriodicEvaluation):
             pl_module.log_dict(self.measure(trainer, pl_module), sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a new best, after its metrics are logged."""
+        """Save the checkpoint if its FID is the best so far. Its metrics are logged by now."""
         self._save_best(trainer)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate on the split that the data module tests on."""
+        """Evaluate against the split on which the data module tests."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         stage = getattr(data, "tests_on", "val" if isinstance(data, HasSplits) else "test")
         pl_module.log_dict(self.measure(trainer, pl_module, stage), sync_dist=True)
 
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate, log at the last optimizer step, and save a new best."""
+        """Evaluate, log, and save the checkpoint if its FID is the best so far."""
         super().measure_after_step(trainer, pl_module)
         self._save_best(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last step again with other seeds, and write only to evaluations.jsonl."""
+        """Evaluate the last weights with other seeds. Only evaluations.jsonl gets the results."""
         if trainer.fast_dev_run or not self.repeats_at_end:  # type: ignore[attr-defined]
             return
         if self._evaluated_step != trainer.global_step:
@@ -267,7 +276,7 @@ class FIDEvaluation(PeriodicEvaluation):
     def measure(
         self, trainer: Trainer, pl_module: LightningModule, stage: str = "val"
     ) -> dict[str, float]:
-        """The FID and its floor by metric name; {} under `fast_dev_run`."""
+        """Return the FID and its floor by metric name, or {} under `fast_dev_run`."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             self._generate_one(trainer, pl_module)
             return {}
@@ -282,7 +291,7 @@ class FIDEvaluation(PeriodicEvaluation):
         return {record.metric: value, f"{record.metric}_floor": record.floor}
 
     def _generate_one(self, trainer: Trainer, module: LightningModule) -> None:
-        """Check early that the module can generate."""
+        """Check before training that the module can generate samples."""
         with inference_mode(trainer, module):
             generate_images(module, [0])
 
@@ -328,7 +337,8 @@ class FIDEvaluation(PeriodicEvaluation):
             second_look={name: finite_or_none(number) for name, number in auxiliary.items()},
             seconds=clock.seconds(),
         )
-        # All ranks need the same record: collectives depend on it, and devices round differently.
+        # All ranks must use the same record, because collectives depend on it. Without the
+        # broadcast, records could differ, because devices round differently.
         record = trainer.strategy.broadcast(record)
         if record.value is None:
             rank_zero_warn(
@@ -353,16 +363,16 @@ class FIDEvaluation(PeriodicEvaluation):
         clock: EvaluationClock,
         seeds: range,
     ) -> list[int]:
-        """Generate this process's share of the samples and add their features.
+        """Generate this process's share of the samples, and add their features to `samples`.
 
         Returns:
-            The seeds of all processes whose samples or features are not finite.
+            All seeds, on any process, whose samples or features are not finite.
         """
         flags = torch.zeros(len(seeds), dtype=torch.int64, device=module.device)
         share = seeds[trainer.global_rank :: trainer.world_size]
         for start in range(0, math.ceil(len(seeds) / trainer.world_size), self.batch_size):
-            # A sharded module needs equally many calls on every process. A process without seeds
-            # left makes a call and drops its images.
+            # A sharded module needs the same number of calls on each process. If a process has no
+            # seeds left, it still calls the module, and drops the images.
             batch = share[start : start + self.batch_size]
             with clock.phase("generate"):
                 images, non_finite = generate_images(module, batch or seeds[:1])
@@ -382,7 +392,7 @@ class FIDEvaluation(PeriodicEvaluation):
     def _real_images(
         self, trainer: Trainer, module: LightningModule, stage: str
     ) -> AuxiliaryMetrics:
-        """Extractors and statistics of the real images, computed on first use."""
+        """Return extractors and statistics of the real images, which are computed at first use."""
         name = "test" if stage == "test" and self.reference in SPLITS else self.reference
         with isolate_rng():  # extractors and DataLoaders consume random numbers
             if self._scorer is None or self._scorer.device != module.device:
@@ -440,12 +450,15 @@ class FIDEvaluation(PeriodicEvaluation):
 
     @property
     def state_key(self) -> str:
-        """Key in `checkpoint["callbacks"]`, with number of samples, weights and extractor."""
+        """Key of the state in `checkpoint["callbacks"]`.
+
+        The key contains the number of samples, the name of the weights and the extractor's hash.
+        """
         parts = {"metric": self.metric_name("val"), "extractor": self.protocol.sha256[:16]}
         return f"{type(self).__qualname__}{parts}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best FID so far, its step and settings, and the count of training images."""
+        """Return the best FID so far, its step and settings, and the number of training images."""
         return {
             "best_score": self.best_score,
             "best_step": self.best_step,
@@ -454,7 +467,7 @@ class FIDEvaluation(PeriodicEvaluation):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state; raise ValueError for values of wrong types."""
+        """Restore the state. Raise ValueError if a value has a wrong type."""
         score, step = state_dict["best_score"], state_dict["best_step"]
         _require(isinstance(score, float | None), "best_score", "a number or None", score)
         is_count = step is None or (type(step) is int and step >= 0)
@@ -469,15 +482,16 @@ class FIDEvaluation(PeriodicEvaluation):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Store the step of the checkpoint's weights."""
+        """Store the optimizer step at which the checkpoint's weights were saved."""
         self._checkpoint_step = checkpoint["global_step"]
 
 
 def averaging_decay(trainer: Trainer, weights: str) -> float | None:
-    """Decay of the named weights. None if the decay is unknown or callbacks disagree.
+    """Return the decay of the weights called `weights`, or None if it is unknown or ambiguous.
 
-    The function reads the decay from the name, because EMA names its averages "ema_<decay>". The
-    first average has the additional name "ema".
+    The decay is ambiguous if several callbacks provide weights of this name with different decays.
+    The function reads the decay from the name, because EMA names its averages "ema_<decay>". If the
+    name is "ema", it reads the decay of the first average.
 
     Example:
         >>> from lit_diffusion.callbacks import EMA

@@ -1,4 +1,4 @@
-"""Skip updates with a non-finite loss or gradient, and save the batch for inspection."""
+"""Skip updates whose loss or gradient is not finite, and save the batch for inspection."""
 
 import math
 import os
@@ -32,27 +32,32 @@ except ImportError:
 
 _MAX_FILES = 8
 _MAX_UNREAD = 4
-"""Updates that may be started before the host reads the flag of the update before them."""
+"""Maximum number of updates whose flags the host has not read yet."""
 _DEFERRING_DEVICES = ("cuda",)
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers that with `fused=True` change nothing where `found_inf` is 1, without reading it."""
+"""Optimizers whose `fused=True` kernels change nothing if `found_inf` is 1. The host does not read
+`found_inf`."""
 
 
 @dataclass
 class _MicroBatch:
     """A batch on this rank, with flags that tell whether its loss and gradients are finite."""
 
-    step: int  # optimizer steps completed before it
+    step: int  # optimizer steps completed before the batch
     batch: Any
     batch_idx: int
-    rng: dict[str, Tensor]  # states of torch's generators before it, "cpu" and "cuda"
+    rng: dict[str, Tensor]  # states of torch's generators "cpu" and "cuda" before the batch
     device: torch.device
     bad_loss: Tensor | None = None  # () bool, on the device
-    gradients: tuple[Tensor, list[nn.Parameter]] | None = None  # (N,) bool non-finite; parameters
+    # (N,) bool flags, True for non-finite gradients, and the N parameters
+    gradients: tuple[Tensor, list[nn.Parameter]] | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)  # tensors returned by training_step
 
     def flags(self) -> Tensor:
-        """(2,) float on the device: 1 if the loss is not finite; 1 if a gradient is not finite."""
+        """Return two flags on the device, float (2,): non-finite loss, and non-finite gradient.
+
+        A flag is 1 if the loss, or any gradient, is not finite; else 0.
+        """
         bad_gradient = None if self.gradients is None else self.gradients[0].any()
         flags = [
             torch.zeros((), dtype=torch.bool, device=self.device) if flag is None else flag
@@ -74,12 +79,12 @@ class _MicroBatch:
 
 @dataclass
 class _Unread:
-    """An update that the device skips if it is not finite. The host has not read its flag yet."""
+    """An update that the device skips if it is not finite. The host has not read the flag yet."""
 
     batches: list[_MicroBatch]
     logger_step: int
-    flag: Tensor  # () float on the CPU, 1 if the update or one before it was skipped
-    copied: "torch.cuda.Event | None"  # after the copy; None if the flag was on the CPU
+    flag: Tensor  # () float on the CPU, 1 if this update or an earlier one was skipped
+    copied: "torch.cuda.Event | None"  # end of the copy to `flag`; None without a GPU
 
     def is_skipped(self) -> bool:
         """Read the flag, after waiting until the device has finished this update."""
@@ -89,55 +94,65 @@ class _Unread:
 
 
 class FiniteUpdates(pl.Callback):
-    """Skips updates with a non-finite loss or gradient, and stops the run after too many.
+    """Skips updates whose loss or gradient is not finite, and stops the run after too many.
 
-    - The whole update is skipped: weights, buffers, optimizer state and EMA do not change, and all
-      batches accumulated for it are dropped. If an update is not finite on one rank, all ranks skip
-      it. `global_step` and lr schedules advance, as they do when a GradScaler skips a step.
-    - After more than `max_nonfinite_steps` skipped updates the run stops. Its checkpoints are not
-      changed.
-    - A message names the optimizer step and the rank. If the loss is not finite, the message also
-      names the samples and their noise levels. For this, training_step must return `u` (B,) in [0,
-      1], `t` (B,) and `per_sample_loss` (B,) together with the loss. If batches are (images,
-      labels, index), the message includes the data index of each sample. If only gradients are not
-      finite, the message names their parameters.
-    - The batch is saved to non-finite-rank<r>.ckpt in the first logger's version directory, or in
-      `default_root_dir` if there is no logger. The name ends in -v1, -v2, ... if an earlier fit has
-      left a file. `torch.load(weights_only=True)` reads it: "state_dict" has the weights before the
-      update, and "non_finite" has the batch, the states of the random generators before the batch,
-      and the outputs of training_step.
-    - Steps that a GradScaler skips do not count, unless the loss itself is not finite, or the scale
-      has reached 1 and cannot be the cause.
+    - The whole update is skipped: weights, buffers, optimizer state and EMA do not change, and the
+      gradients of all batches accumulated for the update are dropped. If the loss or gradient is
+      not finite on one rank, all ranks skip the update. `global_step` and lr schedules advance, as
+      they do when a GradScaler skips a step.
+    - The run stops with an error once more than `max_nonfinite_steps` updates have been skipped.
+      Existing checkpoints are not changed.
+    - For each skipped update, a message names the optimizer step and the rank. If the loss is not
+      finite, the message can also name the samples and their noise levels. To enable this,
+      training_step must return a dictionary with the tensors `u` (B,) in [0, 1], `t` (B,) and
+      `per_sample_loss` (B,) besides the loss. If batches are tuples (images, labels, index), the
+      message includes the data index of each of these samples. If the loss is finite but gradients
+      are not, the message names the parameters with such gradients.
+    - The batch is saved to the file non-finite-rank<r>.ckpt in the first logger's version
+      directory, or in `default_root_dir` if there is no logger. If an earlier fit has left such a
+      file, the name ends in -v1, -v2, and so on. Read the file with
+      `torch.load(path, weights_only=True)`. The entry "state_dict" has the weights before the
+      update. The entry "non_finite" has the batch, the states of the random generators before the
+      batch, and the outputs of training_step.
+    - Steps that a GradScaler skips are not counted, because a large loss scale usually causes them.
+      A step counts if the loss itself is not finite, or if the loss scale is at most 1 and
+      therefore cannot be the cause.
     - Saving a checkpoint with non-finite weights raises an error, also at the end of a run.
-    - `train/nonfinite_steps` is logged after the first skipped update. When the callback stops a
-      run, it logs NaN as the last train/loss.
-    - Optimizers that are stepped without Lightning (`use_pl_optimizer=False`) are not checked.
+    - At each skipped update, `train/nonfinite_steps` logs the number of skipped updates so far.
+      When the callback stops a run, it logs NaN as the last train/loss.
+    - If a module steps an optimizer without Lightning (`self.optimizers(use_pl_optimizer=False)`),
+      its updates are not checked.
     - List this callback after callbacks that seed or consume random numbers, such as StepSeed.
+      Otherwise, the saved states of the generators differ from those that training_step starts
+      with.
 
-    Cost: each update copies the module's buffers, and usually costs one GPU synchronization. There
-    is no synchronization on CUDA with max_nonfinite_steps=0, automatic optimization, whole weights
-    on each rank, and torch's Adam, AdamW, SGD or Adagrad with `fused=True`. In that case:
+    Cost: each update copies the module's buffers. Usually, each update also waits for the GPU once.
+    There is no wait on CUDA if all of the following hold: max_nonfinite_steps is 0, optimization is
+    automatic, no weights are split over ranks, and each optimizer is torch's Adam, AdamW, SGD or
+    Adagrad with `fused=True`. In this case without a wait:
 
-    - The device skips the bad update and all later ones. The host notices at most 4 updates later
-      and stops the run. It notices earlier at a logging step, a validation, a full checkpoint, or
-      a call of `trainer_state.confirm_updates(trainer)`.
-    - The batches of the last 4 updates stay on the device.
-    - Other callbacks may run before the host notices. In `on_train_batch_end`, and in files of
-      `ModelCheckpoint(save_weights_only=True)`, they then see the weights from before the bad
-      update under a later step.
-    - `global_step`, lr schedules and loss-based densities include the later updates.
+    - The GPU skips the bad update and all later updates. The host notices this at most 4 updates
+      later and then stops the run. It notices earlier if a logging step, a validation, the save of
+      a full checkpoint, or a call of `trainer_state.confirm_updates(trainer)` comes before.
+    - The batches of the last 4 updates stay in GPU memory.
+    - Until the host notices, other callbacks continue to run. In `on_train_batch_end`, they see a
+      step number after the bad update, but the weights from before it. Files of
+      `ModelCheckpoint(save_weights_only=True)` have the same mismatch.
+    - `global_step`, lr schedules and the densities of loss_resampler.py also count the updates that
+      were skipped after the bad one.
 
     Args:
-        max_nonfinite_steps: number of updates that may be skipped in a run, including its resumes.
+        max_nonfinite_steps: maximum number of skipped updates in a run, including its resumes.
 
     Attributes:
-        skipped_updates: updates skipped in this run so far, including its resumes.
+        skipped_updates: number of updates skipped in this run so far, including its resumes.
 
     Raises:
-        ValueError: if `max_nonfinite_steps` is negative. At the start of a fit, also if an
-            optimizer computes losses inside its step, or if `max_nonfinite_steps` is above 0 and
-            the strategy splits weights or updates them itself.
-        FloatingPointError: if too many updates are skipped, or non-finite weights would be saved.
+        ValueError: if `max_nonfinite_steps` is negative, or, at the start of a fit, if an optimizer
+            computes several losses in one step (LBFGS), or if `max_nonfinite_steps` is above 0 and
+            the strategy splits weights or updates them in its own way.
+        FloatingPointError: if too many updates are skipped, or if a checkpoint with non-finite
+            weights would be saved.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[FiniteUpdates()], accelerator="cpu", logger=False)
@@ -155,22 +170,23 @@ class FiniteUpdates(pl.Callback):
         self._current: _MicroBatch | None = None
         self._accumulated: list[_MicroBatch] = []  # batches accumulated for the next update
         self._skipped_batches: list[_MicroBatch] = []  # batches of the update that is being skipped
-        self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # copies from before these batches
-        self._with_buffers: list[nn.Module] | None = None  # modules; None if they must be listed
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []  # copies from before the update
+        self._with_buffers: list[nn.Module] | None = None  # modules with buffers; None if unknown
         self._has_stepped = False  # whether this batch has made or skipped an update
         self._unread: deque[_Unread] = deque()
         self._unread_at_exception: deque[_Unread] = deque()  # without their batches
-        self._found_inf: Tensor | None = None  # () float, on the device; None decides on the host
+        # () float on the device that decides which updates are skipped; None if the host decides
+        self._found_inf: Tensor | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise an error for an unsupported strategy before anything is loaded."""
+        """Raise an error for an unsupported strategy. Lightning loads checkpoints after this."""
         if stage == "fit":
             self.skipped_updates = 0
             self._reset()
             stem = os.path.join(output_folder(trainer), f"non-finite-rank{trainer.global_rank}")
             self._file, version = f"{stem}.ckpt", 0
             is_new = trainer.ckpt_path is None and not hasattr(trainer, "run_folder")
-            while is_new and os.path.lexists(self._file):  # of an earlier fit
+            while is_new and os.path.lexists(self._file):  # file of an earlier fit
                 self._file, version = f"{stem}-v{version + 1}.ckpt", version + 1
         if trainer.strategy.restore_checkpoint_after_setup and self.max_nonfinite_steps:
             raise ValueError(
@@ -188,9 +204,9 @@ class FiniteUpdates(pl.Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the device skip updates, if all optimizers support it.
+        """Let the device skip updates, if the optimizers, the strategy and the arguments allow it.
 
-        This hook runs after the optimizers were restored from a checkpoint.
+        When this hook runs, the optimizers have already been restored from a checkpoint.
         """
         self._hooks = [
             torch_modules.register_module_module_registration_hook(self._forget_modules),
@@ -210,7 +226,7 @@ class FiniteUpdates(pl.Callback):
             self._found_inf = torch.zeros((), dtype=torch.float32, device=pl_module.device)
 
     def _forget_modules(self, *_: Any) -> None:
-        """Forget the modules with buffers; torch calls this when a module gets a new buffer."""
+        """Forget which modules have buffers. Torch calls this if a submodule or buffer is added."""
         self._with_buffers = None
 
     # Checking an update
@@ -253,9 +269,9 @@ class FiniteUpdates(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Skip the update if one of its losses or gradients is not finite on any rank.
+        """Skip the update if any of its losses or gradients is not finite on any rank.
 
-        In manual optimization, later updates of the same batch are skipped as well.
+        In manual optimization, later updates in the same batch are skipped as well.
         """
         if self._current is None:
             return
@@ -288,7 +304,10 @@ class FiniteUpdates(pl.Callback):
         batches: list[_MicroBatch],
         flags: Tensor,
     ) -> None:
-        """Skip this update if it or an earlier one is not finite, and send the flag to the host."""
+        """Let the device skip the update if it or an earlier one is not finite.
+
+        The flag is copied to the host without waiting for it.
+        """
         assert self._found_inf is not None
         scaler = _grad_scaler(trainer)
         if scaler is not None:
@@ -311,7 +330,7 @@ class FiniteUpdates(pl.Callback):
     def _read_flags(
         self, trainer: pl.Trainer, module: pl.LightningModule, max_unread: int = 0
     ) -> None:
-        """Stop the run if the device skipped an update, not counting the latest `max_unread`."""
+        """Stop the run if the device skipped an update. Do not wait for the last `max_unread`."""
         while len(self._unread) > max_unread:
             if (update := self._unread.popleft()).is_skipped():
                 self._unread.clear()
@@ -361,7 +380,7 @@ class FiniteUpdates(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Release the batches, and keep the unread flags for a save that follows."""
+        """Release the batches, but keep the unread flags, because a save may follow."""
         unread = self._unread
         self.teardown(trainer, pl_module, "fit")
         for update in unread:
@@ -370,21 +389,21 @@ class FiniteUpdates(pl.Callback):
 
     @torch.no_grad()
     def _restore_buffers(self) -> None:
-        """Restore the buffers. If the device decides, do so only where it skips the update."""
+        """Restore the buffers. If the device decides, restore them only if it skips the update."""
         for owner, name, before in self._buffers:
             buffer = getattr(owner, name, None)  # modules may have replaced or removed it
             if buffer is None:
                 continue
             if self._found_inf is not None:
                 if buffer.shape != before.shape:
-                    continue  # it grew, in a step that may be good
+                    continue  # the buffer has grown, and the update may be finite
                 before = torch.where(self._found_inf.to(buffer.device) > 0, before, buffer)
             buffer.copy_(before)
 
     # Reporting
 
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule, step: int) -> None:
-        """Save the batch, log at a step of the loggers, and stop the run after too many skips."""
+        """Save the batch, log at the logger step `step`, and stop the run after too many skips."""
         worst = max(self._skipped_batches, key=_MicroBatch.severity)
         self._skipped_batches = []
         self.skipped_updates += 1
@@ -394,7 +413,7 @@ class FiniteUpdates(pl.Callback):
         if trainer.global_rank in ranks[:_MAX_FILES]:
             text = _save_batch(worst, trainer, module, self._file)
         text = all_gather_objects(text, trainer.world_size)[ranks[0]]
-        if others := ", ".join(map(str, ranks[1:])):  # gradients are reduced: all ranks have them
+        if others := ", ".join(map(str, ranks[1:])):  # all of them if only gradients are bad
             text += f" The same happened on rank {others}."
         stops = self.skipped_updates > self.max_nonfinite_steps
         metrics = {"train/nonfinite_steps": float(self.skipped_updates)}
@@ -409,13 +428,13 @@ class FiniteUpdates(pl.Callback):
         )
 
     def confirm_updates(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the run if an update was skipped; for callbacks that read weights after a batch."""
+        """Stop the run if an update was skipped. Call this before reading weights after a batch."""
         self._read_flags(trainer, pl_module)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Raise an error if updates were skipped on the device, or weights are not finite."""
+        """Raise an error if the device has skipped updates, or if weights are not finite."""
         self._read_flags(trainer, pl_module)
         if any(update.is_skipped() for update in self._unread_at_exception):
             raise FloatingPointError(
@@ -433,11 +452,11 @@ class FiniteUpdates(pl.Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of skipped updates; {} if there are none."""
+        """Return the number of skipped updates, or {} if there are none."""
         return {"skipped_updates": self.skipped_updates} if self.skipped_updates else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue counting."""
+        """Restore the number of skipped updates."""
         self.skipped_updates = int(state_dict["skipped_updates"])
 
 
@@ -446,15 +465,18 @@ def _grad_scaler(trainer: pl.Trainer) -> Any:
 
 
 def _check_gradients(optimizers: Sequence[Optimizer]) -> tuple[Tensor, list[nn.Parameter]] | None:
-    """(N,) bool flags of non-finite gradients, and their N parameters. None without gradients."""
+    """Return (N,) bool flags, True for non-finite gradients, and the N parameters.
+
+    Returns None if no parameter has a gradient.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     params = [param for group in groups for param in group["params"] if param.grad is not None]
     return (is_nonfinite([param.grad for param in params]), params) if params else None
 
 
 def _drop_gradients(optimizer: Optimizer, scaler: Any) -> None:
-    # Optimizers skip parameters without gradients. Those that unscale gradients themselves need
-    # NaN instead, so that their GradScaler skips the step.
+    # Optimizers skip parameters without gradients. Optimizers that unscale gradients themselves
+    # need NaN gradients instead, so that their GradScaler skips the step.
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -472,7 +494,7 @@ def _log(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
 def _save_batch(
     bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModule, path: str
 ) -> str:
-    """Write the batch to its file, and return a message with the cause and the path."""
+    """Write the batch to the file `path`, and return a message with the cause and the path."""
     text, scaler = _describe(bad, module, trainer.global_rank), _grad_scaler(trainer)
     message = f"{text}." + ("" if scaler is None else f" The loss scale is {scaler.get_scale():g}.")
     is_split = trainer.strategy.restore_checkpoint_after_setup
@@ -508,7 +530,11 @@ def _save_batch(
 
 
 def _plain_copy(value: Any) -> Any:
-    """Copy with all tensors on the CPU; TypeError unless all other values are plain builtins."""
+    """Copy nested containers, with all tensors on the CPU.
+
+    Raises:
+        TypeError: if a value is neither a tensor nor a plain builtin.
+    """
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -522,7 +548,7 @@ def _plain_copy(value: Any) -> Any:
 
 
 def _describe(bad: _MicroBatch, module: nn.Module, rank: int) -> str:
-    """Describe what is not finite, with step, noise levels and samples, or parameters."""
+    """Describe what is not finite: at which step, in which samples or parameters."""
     where = f"at optimizer step {bad.step} (batch {bad.batch_idx}, rank {rank})"
     params = dict(module.named_parameters())
     nonfinite = list(compress(params, is_nonfinite([*params.values()]).tolist()))

@@ -1,4 +1,4 @@
-"""Measure norms, noise scales and cosines of the gradients at different noise levels."""
+"""Measure norms, noise scales and cosines of the gradients at several noise levels."""
 
 from itertools import combinations
 from operator import itemgetter
@@ -24,9 +24,9 @@ from lit_diffusion.protocols import Condition, by_part
 def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[float, float]:
     """Estimate the squared norm of the gradient and the variance of the gradient from two batches.
 
-    In the formulas, G is the expected gradient, and Sigma is the covariance of the gradient of one
-    sample. The ratio `tr(Sigma) / |G|**2` is the simple noise scale. It is the batch size at which
-    the noise of a gradient is as large as its signal.
+    Let G be the expected gradient, and Sigma the covariance of the gradient of one sample. The
+    simple noise scale is `tr(Sigma) / |G|**2`. This is the batch size at which the variance of the
+    batch's gradient equals the squared norm of the expected gradient.
 
     Args:
         first: mean gradient (P,) of one batch.
@@ -36,8 +36,8 @@ def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[fl
     Returns:
         Unbiased estimates of `|G|**2` and `tr(Sigma)`.
 
-    Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1. This function
-    uses two batches of equal size.
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1. In contrast to
+    the paper, the two batches have equal sizes.
 
     Example:
         >>> signal_and_noise(torch.tensor([3.0, 1.0]), torch.tensor([3.0, -1.0]), batch_size=8)
@@ -48,9 +48,9 @@ def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[fl
 
 
 def random_halves(num: int) -> Tensor:
-    """Split indices 0, ..., num - 1 into two random halves, the same in every call.
+    """Split the indices 0, ..., num - 1 into two random halves, which are the same in every call.
 
-    The order is random because data sets are often sorted by class.
+    The halves are random because data sets are often sorted by class.
 
     Returns:
         (2, num // 2) int64 indices.
@@ -66,31 +66,32 @@ def random_halves(num: int) -> Tensor:
 class GradientDiagnostics(PeriodicEvaluation):
     """Logs statistics of the gradients at several noise levels, on fixed training images and noise.
 
-    The levels are `u = (i + 1/2) / num_levels` for i = 0, 1, ..., and u = 1 is the noisiest. With
-    four levels, the metrics are, for example:
+    The noise levels are `u = (i + 1/2) / num_levels` for i = 0, ..., num_levels - 1, on a scale
+    from 0 (cleanest) to 1 (noisiest). With four levels, the metrics are, for example:
 
-    - `grad/norm_u0.125`: norm of the mean gradient.
-    - `grad/cosine_u0.125_u0.375`: cosine of the mean gradients of two levels. The cosine is
-      negative if the levels conflict.
-    - `grad/noise_scale_u0.125`: the batch size at which the noise of the gradient is as large as
-      its signal, estimated from two halves of the images. The value is inf if no signal is
-      detected.
+    - `grad/norm_u0.125`: norm of the mean gradient at the noise level u = 0.125.
+    - `grad/cosine_u0.125_u0.375`: cosine of the angle between the mean gradients at two noise
+      levels. A negative cosine means that the two gradients conflict.
+    - `grad/noise_scale_u0.125`: the batch size at which the variance of the batch's gradient equals
+      the squared norm of the expected gradient. Both are estimated from two halves of the images.
+      The noise scale is inf if the estimate of the squared norm is not above 0.
     - `grad/update_ratio`: norm of the last update divided by the norm of the weights.
 
-    Gradients are computed in eval mode, for the weights being trained. Training is unchanged,
-    because these gradients are not accumulated and no random numbers are consumed. Each rank
-    computes all metrics, and rank 0 logs them. A measurement costs `2 * num_levels` forward and
-    backward passes, each with half of the images.
+    Gradients are computed in eval mode, with the weights being trained. Training is unaffected,
+    because these gradients are not accumulated and the states of the random generators are
+    restored. Each rank computes all metrics, and rank 0 logs them. A measurement costs
+    `2 * num_levels` forward and backward passes, each with half of the images.
 
     Args:
         every_n_steps: optimizer steps between measurements.
         num_levels: number of noise levels, >= 1.
-        num_images: number of images, even. Each gradient is estimated from half of them.
+        num_images: number of images, which must be even. One gradient is computed for each half of
+            the images.
         images: how to find the images in a batch: an index, a key, or a function of the batch. None
             uses the batch itself, its first part, or the one image tensor of a dictionary.
 
     Raises:
-        ValueError: if a number is invalid or the data cannot be indexed. At fit start, also if
+        ValueError: if an argument is invalid, if no data set can be indexed, or, at fit start, if
             weights are split over ranks.
         TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
@@ -119,19 +120,19 @@ class GradientDiagnostics(PeriodicEvaluation):
         self._weights_before: list[Tensor] = []
 
     def metric_names(self) -> list[str]:
-        """Names of the metrics of each level, of each pair of levels, and of the update."""
+        """Names of the metrics of each noise level, of each pair of them, and of the update."""
         names = [f"grad/{kind}_u{u:.3g}" for kind in ("norm", "noise_scale") for u in self.levels]
         pairs = combinations(self.levels, 2)
         return [*names, *(f"grad/cosine_u{u:.3g}_u{v:.3g}" for u, v in pairs), "grad/update_ratio"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise TypeError for a module that is not `HasNoiseLevels`."""
+        """Raise TypeError if the module does not implement `protocols.HasNoiseLevels`."""
         super().setup(trainer, pl_module, stage)
         self._fixed = None  # the data may have changed since the last run
         require_noise_levels(pl_module, "GradientDiagnostics")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error if weights are split over ranks, because no rank has all gradients."""
+        """Raise ValueError if weights are split over ranks, because no rank has whole gradients."""
         if split := find_dtensor(dict(pl_module.named_parameters())):
             raise ValueError(
                 "GradientDiagnostics needs whole gradients, but the weight "
@@ -142,12 +143,12 @@ class GradientDiagnostics(PeriodicEvaluation):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        """Copy the weights before an update that will be measured."""
+        """Copy the weights before an update after which metrics are measured."""
         if (trainer.global_step + 1) % cast(int, self.every_n_steps) == 0:
             self._weights_before = [p.detach().clone() for p in _trainable(pl_module)]
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """All metrics by name on rank 0; {} on the others."""
+        """Return all metrics by name on rank 0, and {} on the other ranks."""
         with isolate_rng(), eval_mode(pl_module), trainer.precision_plugin.forward_context():
             if self._fixed is None:
                 loaders = trainer.train_dataloader
@@ -174,7 +175,7 @@ class GradientDiagnostics(PeriodicEvaluation):
 def _half_gradients(
     pl_module: LightningModule, u: float, x0: Tensor, labels: Condition, noise: Tensor
 ) -> list[Tensor]:
-    """Mean gradients (P,) of two halves of the images at noise level u."""
+    """Compute the mean gradients, each (P,), of the two halves of the images at noise level u."""
     module, parameters = cast(Any, pl_module), _trainable(pl_module)
     t = module.process.from_unit(torch.full((len(x0),), u, dtype=torch.float64)).to(x0.device)
     gradients = []

@@ -1,4 +1,4 @@
-"""Sample noise levels in proportion to their recent losses."""
+"""Sample noise levels with a density that is computed from their recent losses."""
 
 from abc import abstractmethod
 from typing import Any, NamedTuple
@@ -22,11 +22,12 @@ except ImportError:
 
 
 class LossHistory(NamedTuple):
-    """Recent losses of each bin of noise levels u.
+    """Recent losses of each bin of noise levels u in [0, 1].
 
     Attributes:
-        losses: (num_bins, history) float64. The n-th loss of a bin is in column n % history.
-        counts: (num_bins,) int64, the number of losses that each bin has received.
+        losses: (num_bins, history) float64. Loss n = 0, 1, ... of a bin is in column
+            `n % history`.
+        counts: (num_bins,) int64 number of losses that each bin has received so far.
 
     Example:
         >>> LossHistory.empty(num_bins=2, history=3).losses.shape
@@ -38,26 +39,25 @@ class LossHistory(NamedTuple):
 
     @classmethod
     def empty(cls, num_bins: int, history: int) -> "LossHistory":
-        """A history without losses."""
+        """Return a history without losses."""
         losses = torch.zeros(num_bins, history, dtype=torch.float64)
         return cls(losses, torch.zeros(num_bins, dtype=torch.int64))
 
     def to(self, device: torch.device | str) -> "LossHistory":
-        """The history on another device."""
+        """Return the history on another device."""
         return LossHistory(self.losses.to(device), self.counts.to(device))
 
 
 def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHistory:
-    """Add the losses of a batch to a history; each loss replaces the oldest one of its bin.
+    """Add the losses of a batch to a history. Each loss replaces the oldest loss of its bin.
 
     Args:
         history: the losses so far.
-        bins: (B,) int64, the bin of each loss, in any order. Losses with the bin `num_bins` are
-            dropped.
+        bins: (B,) int64, the bin of each loss. A loss whose bin is `num_bins` is dropped.
         losses: (B,) losses, the oldest first.
 
     Returns:
-        A new history; the argument is unchanged.
+        A new history. The argument is unchanged.
 
     Example:
         >>> history = LossHistory.empty(num_bins=2, history=2)
@@ -70,8 +70,8 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
     bins, order = bins.sort(stable=True)
     first = torch.searchsorted(bins, bins)
     total = torch.searchsorted(bins, bins, right=True) - first
-    nth = torch.arange(len(bins), device=bins.device) - first  # position among those of its bin
-    # If several losses go to the same place, all of them write the value of the last one.
+    nth = torch.arange(len(bins), device=bins.device) - first  # position in its bin's losses
+    # If several losses go to the same column, all of them write the value of the last one.
     last = first + nth + (total - 1 - nth) // size * size
     columns.index_put_((bins, (counts[bins] + nth) % size), losses.to(columns)[order][last])
     counts.index_add_(0, bins, torch.ones_like(bins))
@@ -79,14 +79,15 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
 
 
 def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
-    """Density proportional to the RMS of each bin's losses, mixed with the uniform density.
+    """Return a density proportional to the RMS of each bin's losses, mixed with the uniform one.
 
     Args:
         history: losses of num_bins bins.
-        uniform_prob: fraction of the uniform density in the mixture.
+        uniform_prob: weight of the uniform density in the mixture, in [0, 1].
 
     Returns:
-        (num_bins,) float64 probabilities. All are 1 until every bin has a full history.
+        (num_bins,) float64 probabilities if every bin has a full history. Otherwise ones, which
+        stand for the uniform density.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
 
@@ -103,28 +104,33 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
 
 
 class LossBasedDensity(TimestepWriter):
-    """Base of callbacks that sample noise levels from a density computed from recent losses.
+    """Base class of callbacks that compute the density of noise levels from recent losses.
+
+    Such a callback sets the module's attribute `timestep_density`, and the module samples its noise
+    levels from this density. Some callbacks also set `timestep_weight`, by which the module
+    multiplies its losses.
 
     The module's training_step must return a dictionary with "loss", "u" and "per_sample_loss". The
-    entry "u" (B,) contains the noise levels in [0, 1]; for a discrete t = 0, ..., T - 1, set
-    `u = t / T`. The entry "per_sample_loss" (B,) contains the losses before multiplication by
-    `timestep_weight`.
+    entry "u" (B,) contains the noise levels in [0, 1]. If your module has discrete times
+    t = 0, ..., T - 1, return `u = t / T`. The entry "per_sample_loss" (B,) contains the losses
+    before they are multiplied by `timestep_weight`.
 
     The losses of all ranks are gathered, and non-finite losses are dropped. Checkpoints contain the
-    history, so a resume is exact. List this callback before callbacks that save a checkpoint in
-    `on_train_batch_end`, such as FIDEvaluation(every_n_steps). You need not move Lightning's own
-    checkpoint callbacks, because Lightning puts them last.
+    history, so a resumed run continues exactly. If another callback saves checkpoints in
+    `on_train_batch_end`, list it after this callback. Otherwise, its checkpoints lack the losses of
+    the last batch. Lightning's own checkpoint callbacks may be anywhere in the list, because
+    Lightning runs them last.
 
     Args:
-        num_bins: number of equal bins over [0, 1]. Fewer bins fill up sooner.
+        num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.
         history: number of recent losses stored for each bin.
-        uniform_prob: fraction of samples that stay uniform, in (0, 1].
+        uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
 
     Raises:
-        ValueError: if an argument is invalid. At fit start, also if the module does not implement
-            `protocols.HasTimesteps`, or if the checkpoint has a different num_bins or history. At
-            the first batch, also if other code sets the same attributes, or if training_step
-            returns different outputs.
+        ValueError: if an argument is invalid; at fit start, if the module lacks an attribute that
+            the callback sets, or if the checkpoint has a different num_bins or history; at a
+            batch, if other code has set one of these attributes, or if training_step does not
+            return the outputs above.
 
     Example:
         >>> class LastLoss(LossBasedDensity):
@@ -136,8 +142,8 @@ class LossBasedDensity(TimestepWriter):
     """
 
     logged: str
-    """Prefix of the metrics `full` (fraction of bins with a full history) and `tv` (distance of the
-    density from uniform)."""
+    """Prefix of two metrics: `<logged>/full`, the fraction of bins with a full history, and
+    `<logged>/tv`, the total variation between the density and the uniform density."""
 
     def __init__(self, num_bins: int, history: int, uniform_prob: float) -> None:
         if min(num_bins, history) < 1:
@@ -159,23 +165,26 @@ class LossBasedDensity(TimestepWriter):
 
     @abstractmethod
     def density(self, history: LossHistory) -> Tensor:
-        """(num_bins,) float64 probabilities; ones until every bin has a full history."""
+        """Return (num_bins,) float64 probabilities, or ones until all bins have full histories."""
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The density of the losses so far, and its importance weight if `writes` lists one."""
+        """Return the density of the losses so far.
+
+        If `writes` contains "timestep_weight", also return the importance weight of the density.
+        """
         self._state = self._state.to(device)
         density = self.density(self._state)
         is_reweighted = "timestep_weight" in self.writes
         return Timesteps(density, importance_weight(density) if is_reweighted else None)
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """The fraction of full bins, and the total variation between the density and uniform."""
+        """Return the metrics that the attribute `logged` describes."""
         full = (self._state.counts >= self.history).double().mean()
         tv = total_variation(self.density(self._state))
         return {f"{self.logged}/full": full, f"{self.logged}/tv": tv}
 
     def state_dict(self) -> dict[str, Any]:
-        """The history as CPU tensors: the losses as "losses", and their counts as "seen"."""
+        """Return the history as CPU tensors: the losses as "losses", the counts as "seen"."""
         losses, counts = self._state.to("cpu")
         return {"losses": losses, "seen": counts}
 
@@ -192,11 +201,15 @@ class LossBasedDensity(TimestepWriter):
         self._state, self._is_loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget that a checkpoint was loaded. Lightning loads checkpoints after this hook."""
+        """Note that no checkpoint is loaded yet. Lightning loads checkpoints after this hook."""
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue the history from the checkpoint or this module's last fit, else start anew."""
+        """Start with an empty history, unless there is an earlier one to continue.
+
+        A history is continued if it comes from the checkpoint, or from the last fit of the same
+        module.
+        """
         super().on_fit_start(trainer, pl_module)
         if not self._is_loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
             self._state = LossHistory.empty(self.num_bins, self.history)
@@ -221,27 +234,28 @@ class LossBasedDensity(TimestepWriter):
             shares = all_gather_objects(pairs.cpu(), trainer.world_size)
             pairs = torch.cat(shares, dim=1).to(pairs.device)
         u, losses = pairs
-        # A float32 t / T may be rounded to just below its bin.
+        # In float32, t / T may be rounded down into the bin below.
         bins = ((u + 1e-7) * self.num_bins).long().clamp(0, self.num_bins - 1)
         bins = bins.masked_fill(~losses.isfinite(), self.num_bins)
         self._state = update_history(self._state, bins, losses)
 
 
 class LossSecondMomentResampler(LossBasedDensity):
-    """Samples noise levels by the RMS of their recent losses, with importance weights on the loss.
+    """Samples noise levels in proportion to the RMS of their recent losses, and reweights the loss.
 
-    Gradients stay unbiased. Noise levels are uniform until each bin has `history` losses. With
-    4,000 bins, this takes about 100,000 samples. Logs `resampler/full`, the fraction of full bins,
-    and `resampler/tv`, the total variation between the density and the uniform density.
+    Importance weights on the loss keep the gradients unbiased. Noise levels are sampled uniformly
+    until each bin has `history` losses. With 4,000 bins and `history=10`, this takes about 100,000
+    samples. The callback logs `resampler/full`, the fraction of bins with `history` losses, and
+    `resampler/tv`, the total variation between the density and the uniform density.
 
     The module needs the attributes `timestep_density` and `timestep_weight`, and its training_step
     must return `u` and `per_sample_loss`. See `LossBasedDensity` for these outputs and for the
     errors.
 
     Args:
-        num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
+        num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.
         history: number of recent losses stored for each bin.
-        uniform_prob: fraction of samples that stay uniform, in (0, 1].
+        uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), section 3.3.
 
@@ -258,27 +272,28 @@ class LossSecondMomentResampler(LossBasedDensity):
         super().__init__(num_bins, history, uniform_prob)
 
     def density(self, history: LossHistory) -> Tensor:
-        """`second_moment_density` with this callback's `uniform_prob`."""
+        """Return `second_moment_density` with this callback's `uniform_prob`."""
         return second_moment_density(history, self.uniform_prob)
 
 
 class LossDensity(LossBasedDensity):
     """Samples noise levels in proportion to the mean of their recent losses, without reweighting.
 
-    This changes the objective. Levels with a large weighted loss get more samples, and a level with
-    a loss near 0 gets almost none. Noise levels are uniform until each bin has `history` losses.
-    Logs `loss_density/full`, the fraction of full bins, and `loss_density/tv`, the total variation
-    between the density and the uniform density.
+    Without reweighting, the training objective changes: noise levels with a large `per_sample_loss`
+    get more samples, and a noise level with a loss near 0 gets almost none. Noise levels are
+    sampled uniformly until each bin has `history` losses. The callback logs `loss_density/full`,
+    the fraction of bins with `history` losses, and `loss_density/tv`, the total variation between
+    the density and the uniform density.
 
     The module needs the attribute `timestep_density`, and its training_step must return `u` and
     `per_sample_loss`. See `LossBasedDensity` for these outputs and for the errors.
 
     Args:
-        num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
+        num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.
         history: number of recent losses stored for each bin.
-        uniform_prob: fraction of samples that stay uniform, in (0, 1].
+        uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
 
-    Source: this project; measured in docs/results/stability.md.
+    Source: lit-diffusion. Its page docs/results/stability.md has measurements.
 
     Example:
         >>> LossDensity(num_bins=20).writes
@@ -292,7 +307,7 @@ class LossDensity(LossBasedDensity):
         super().__init__(num_bins, history, uniform_prob)
 
     def density(self, history: LossHistory) -> Tensor:
-        """Density proportional to the mean losses, mixed with the uniform density."""
+        """Return a density proportional to the mean losses, mixed with the uniform density."""
         means = history.losses.mean(1).clamp(min=0)
         full = (history.counts >= self.history).all() & (means.sum() > 0)
         mixed = (1 - self.uniform_prob) * means / means.sum() + self.uniform_prob / self.num_bins
@@ -306,7 +321,7 @@ def _check_outputs(outputs: Any, module: pl.LightningModule, name: str) -> None:
     if len(shape) != 1 or shapes.get("per_sample_loss") != shape:
         raise ValueError(
             f"{name} needs a training_step that returns {{'loss': ..., 'u': (B,), "
-            f"'per_sample_loss': (B,)}}, and that of {type(module).__name__} returned tensors with "
+            f"'per_sample_loss': (B,)}}, and {type(module).__name__} returned tensors with "
             f"the shapes {shapes}; add what is missing."
         )
     low, high = values["u"].aminmax()

@@ -1,4 +1,7 @@
-"""Momentum decay with learning rate compensation (MDLRC), and a control that only changes lr."""
+"""Momentum decay with learning rate compensation (MDLRC), and a control that changes only the lr.
+
+The learning rate is called lr, as in torch.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,11 +29,11 @@ ParamGroup = dict[str, Any]
 
 
 class DecayedMomentum(NamedTuple):
-    """Hyperparameters of one update.
+    """Hyperparameters of one update of the weights.
 
     Attributes:
         beta1: decay rate of the momentum.
-        lr_factor: factor on the lr, in (0, 1].
+        lr_factor: factor by which the lr is multiplied, in (0, 1].
 
     Example:
         >>> DecayedMomentum(beta1=0.6, lr_factor=0.5).beta1
@@ -44,27 +47,29 @@ class DecayedMomentum(NamedTuple):
 def momentum_decay(
     step: int, total_steps: int, beta0: float, min_beta1: float = 0.4
 ) -> DecayedMomentum:
-    """Compute the decayed beta1 of a step, and the lr factor that compensates for it.
+    """Compute the decayed beta1 of an update, and the lr factor that compensates for the decay.
 
-    With `tau = min(step / total_steps, 1)`, the completed fraction of the run, they are
+    Let `tau = min(step / total_steps, 1)` be the completed fraction of the run. The results are
 
         beta1     = max(beta0 * (1 - tau) / (1 - beta0 * tau), min_beta1)
         lr_factor = (1 - beta0) / (1 - beta1)
 
-    The weight of past gradients relative to the newest one is `beta1 / (1 - beta1)`, and it falls
-    linearly. The weight of the newest gradient in the update is `lr * (1 - beta1)`, and it stays
-    constant. Until `beta1` reaches `min_beta1`, `lr_factor = 1 - beta0 * tau` decays linearly. From
-    then on, `beta1` and `lr_factor` are constant.
+    Until `beta1` reaches `min_beta1`, the total weight of all past gradients relative to the newest
+    gradient, `beta1 / (1 - beta1)`, falls linearly with tau. The factor
+    `lr_factor = 1 - beta0 * tau` falls linearly too. From then on, `beta1` and `lr_factor` are
+    constant. Because of `lr_factor`, the newest gradient has the same weight in all updates,
+    `lr * lr_factor * (1 - beta1) = lr * (1 - beta0)`.
 
     Args:
-        step: optimizer steps completed before this one. The first step has tau = 0.
+        step: optimizer steps completed before this update. For the first update, tau is 0.
         total_steps: optimizer steps of the whole run.
         beta0: beta1 at the start, in [0, 1).
-        min_beta1: floor, in [0, beta0]; 0 for none.
+        min_beta1: lower bound of beta1, in [0, beta0]. 0 means no lower bound.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023),
-    section 4.3; its appendix B adds the floor. The formula for beta1 without a floor is from Chen &
-    Kyrillidis 2019, "Decaying momentum helps neural network training" (Demon, arXiv 1910.04952).
+    section 4.3. Appendix B of this paper adds the lower bound. The formula for beta1 without the
+    lower bound is from Chen & Kyrillidis 2019, "Decaying momentum helps neural network training"
+    (Demon, arXiv 1910.04952).
 
     Example:
         >>> momentum_decay(0, 1000, beta0=0.8)
@@ -86,41 +91,44 @@ def momentum_decay(
 
 
 class MomentumDecay(pl.Callback):
-    """Momentum decay with learning rate compensation (MDLRC), or Demon without the compensation.
+    """Decays the momentum, and lowers the learning rate to compensate (MDLRC).
 
     After `step` completed updates, the next update uses `beta1` and `lr * lr_factor`. The function
-    `momentum_decay(step, total_steps, beta0, min_beta1)` returns `beta1` and `lr_factor`. Here,
-    `beta0` is the beta1 with which each param group is configured.
+    `momentum_decay(step, total_steps, beta0, min_beta1)` computes `beta1` and `lr_factor`. Here, lr
+    and `beta0` are the lr and the beta1 that the optimizer's param group has outside of updates.
 
     - beta1 and lr are changed only during the update. Schedulers, LearningRateMonitor, the training
-      step and all checkpoints see the configured values.
-    - Steps are the calls of `optimizer.step()`, counted for each optimizer. If a GradScaler skips
-      an update, the step counts only for a fused optimizer, because the GradScaler calls only the
-      `step()` of fused optimizers in this case.
-    - Checkpoints contain the counts and total_steps. On resume, total_steps=None uses the
-      checkpoint's total_steps. If the total_steps of the checkpoint and of this run differ, a
-      warning is printed.
-    - At the start of a batch, `mdlrc/beta1` and `mdlrc/lr` of the next update are logged. With
-      several optimizers or groups, the names are `mdlrc/lr_optimizer1_group0` and so on.
-    - AdamW multiplies its weight decay by the lr, so the compensation scales it as well.
+      step and all checkpoints see the unchanged values.
+    - `step` is the number of calls of `optimizer.step()`, counted for each optimizer. If a
+      GradScaler skips an update, it calls `step()` of a fused optimizer, but not `step()` of other
+      optimizers. Therefore, a skipped update counts only for a fused optimizer.
+    - Checkpoints contain the number of steps of each optimizer and total_steps. On resume,
+      total_steps=None uses the total_steps of the checkpoint. If the total_steps of the checkpoint
+      and of this run differ, a warning is printed.
+    - At the start of a batch, the beta1 and lr of the next update are logged as `mdlrc/beta1` and
+      `mdlrc/lr`. If there are several optimizers or param groups, the names are
+      `mdlrc/lr_optimizer1_group0` and so on.
+    - AdamW multiplies its weight decay by the lr, so `lr_factor` scales the weight decay as well.
 
     Args:
-        total_steps: steps of each optimizer until beta1 would reach 0 without a floor. None uses
-            the length of the fit.
-        min_beta1: floor of beta1, in [0, beta0].
-        compensate_lr: whether to multiply the lr by lr_factor. False gives Demon. SGD, RMSprop and
-            Muon require False. The updates of SGD and RMSprop shrink with the momentum anyway,
-            because they have no factor `1 - momentum`. The updates of Muon are normalized.
+        total_steps: steps of each optimizer until beta1 would reach 0 if `min_beta1` were 0. None
+            uses the length of the fit.
+        min_beta1: lower bound of beta1, in [0, beta0].
+        compensate_lr: whether to multiply the lr by lr_factor. With False, the method is Demon.
+            SGD, RMSprop and Muon raise an error unless it is False. The updates of SGD and RMSprop
+            shrink with the momentum anyway, because these optimizers do not multiply gradients by
+            `1 - momentum`. The updates of Muon are normalized.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
-        ValueError: at the start of a fit, if total_steps is unknown, if min_beta1 is above beta0,
-            or if two of these callbacks would change the same optimizer. Also if an optimizer has
-            no momentum, if a scheduler cycles the momentum, if compensate_lr is set for an
-            optimizer whose updates are unlike Adam's, or if the strategy is not supported.
+        ValueError: if an argument is out of range, or, at the start of a fit, if total_steps is
+            unknown, if min_beta1 is above beta0, if another callback of this class would change the
+            same optimizer, if an optimizer has no momentum, if a scheduler cycles the momentum, if
+            compensate_lr is True for an optimizer whose updates are unlike Adam's, or if the
+            strategy is not supported.
 
-    Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023);
-    Demon: Chen & Kyrillidis 2019 (arXiv 1910.04952).
+    Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023).
+    Demon is from Chen & Kyrillidis 2019 (arXiv 1910.04952).
 
     Example:
         >>> mdlrc = MomentumDecay()  # with Adam(..., betas=(0.8, 0.999)): beta1 from 0.8 to 0.4
@@ -142,14 +150,17 @@ class MomentumDecay(pl.Callback):
         self.min_beta1 = min_beta1
         self.compensate_lr = compensate_lr
         self.optimizers = None if optimizers is None else list(optimizers)
-        self._total_steps = 0  # that of the checkpoint until a fit starts; 0 if unknown
-        self._steps: list[int] = []  # completed by each optimizer of the Trainer
+        self._total_steps = 0  # before a fit starts, the checkpoint's total_steps; 0 if unknown
+        self._steps: list[int] = []  # steps completed by each optimizer of the Trainer
         self._is_fit = True  # False in a validate or test of the Trainer
-        self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, configured values)
+        self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, unchanged values)
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """Options that replace the group's options in the update after `step` completed updates."""
+        """Return the options that replace the options of a param group during one update.
+
+        `step` is the number of updates completed before this update.
+        """
         beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:
@@ -177,14 +188,14 @@ class MomentumDecay(pl.Callback):
         return args, {**kwargs, "closure": run_with_base_options}
 
     def _apply(self, index: int, optimizer: Optimizer) -> None:
-        self._restore()  # a step may have failed before, or may be inside another one
+        self._restore()  # an earlier step may have failed, or this step may be inside another step
         for group in optimizer.param_groups:
             options = self.update_options(self._steps[index], self._total_steps, group)
             self._base_options.append((group, {name: group[name] for name in options}))
             group.update(options)
 
     def _after_step(self, index: int, *_: Any) -> None:
-        if self._base_options:  # else it is a state init step, or one with a step inside it
+        if self._base_options:  # not for a state init step, or a step with another step inside
             self._steps[index] += 1
             self._restore()
 
@@ -196,14 +207,14 @@ class MomentumDecay(pl.Callback):
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise an error for unsupported strategies, and reset all state except the step counts."""
+        """Raise ValueError if the strategy is not supported. Reset the state for a new fit."""
         self._is_fit = stage == "fit"
         if self._is_fit:
             refuse_strategy(trainer, type(self).__name__)
             self._total_steps, self._steps = 0, self._steps if trainer.global_step else []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise an error for unsupported optimizers or schedulers, or conflicting callbacks."""
+        """Raise ValueError for unsupported optimizers or schedulers, or conflicting callbacks."""
         refuse_split_weights(trainer, pl_module, type(self).__name__)
         indices = self._optimizer_indices(trainer)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -245,7 +256,7 @@ class MomentumDecay(pl.Callback):
             self.update_options(0, 1, group)  # raises if min_beta1 > beta0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Determine total_steps and step counts, and hook the restored optimizers."""
+        """Determine total_steps and the step counts, and hook the optimizers."""
         name, stored, steps = type(self).__name__, self._total_steps, self.total_steps
         if steps is None and pl_module.automatic_optimization:
             steps = total_steps(trainer)
@@ -262,7 +273,7 @@ class MomentumDecay(pl.Callback):
                 f"{name}: total_steps is {stored} in the checkpoint and {steps} in this run; using "
                 f"{self._total_steps}.{advice}"
             )
-        if stored == 0 and trainer.ckpt_path:  # of a run without this callback
+        if stored == 0 and trainer.ckpt_path:  # the checkpoint's run did not have this callback
             self._steps = []
         count, step = len(trainer.optimizers), trainer.global_step
         if not self._steps and (count == 1 or step == 0):
@@ -282,7 +293,7 @@ class MomentumDecay(pl.Callback):
             ]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Log lr and beta1 of each optimizer's next update."""
+        """Log the lr and beta1 of each optimizer's next update."""
         for index in self._optimizer_indices(trainer) if should_log(trainer) else ():
             groups = trainer.optimizers[index].param_groups
             for number, group in enumerate(groups):
@@ -306,17 +317,20 @@ class MomentumDecay(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """Key in `checkpoint["callbacks"]`."""
+        """Key of the state in `checkpoint["callbacks"]`."""
         return f"{type(self).__qualname__}{ {'optimizers': self.optimizers} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """total_steps and the steps completed by each optimizer; {} before the first fit."""
+        """Return total_steps and the steps completed by each optimizer; {} before the first fit."""
         if self._total_steps == 0:
             return {}
         return {"total_steps": self._total_steps, "steps": list(self._steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load total_steps and step counts; Lightning's lr finder does so during a fit as well."""
+        """Load total_steps and step counts.
+
+        Lightning's lr finder also calls this method during a fit.
+        """
         total: Any = state_dict.get("total_steps")
         steps: Any = state_dict.get("steps")
         numbers = [total, *steps] if isinstance(steps, list) else [None]
@@ -325,22 +339,22 @@ class MomentumDecay(pl.Callback):
                 f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
                 f"1 or more, got {total!r:.50}; steps must be a list of counts, got {steps!r:.50}."
             )
-        if self._is_fit or not self._steps:  # a test of a checkpoint keeps the counts of a fit
+        if self._is_fit or not self._steps:  # a test of a checkpoint must not change a fit's counts
             self._total_steps, self._steps = total, list(steps)
 
 
 class LRCompensation(MomentumDecay):
-    """Control for `MomentumDecay`: uses the same lr in every update, but leaves beta1 unchanged.
+    """Control for `MomentumDecay`: lowers the lr in the same way, but leaves beta1 unchanged.
 
-    The lr is the optimizer's lr times the lr_factor that
-    `momentum_decay(step, total_steps, beta0, min_beta1)` returns. It is bit-identical to the lr of
-    a run with `MomentumDecay` and an initial beta1 of `beta0`. The two runs differ only in
-    momentum.
+    In each update, the lr is the optimizer's lr times the `lr_factor` from
+    `momentum_decay(step, total_steps, beta0, min_beta1)`. This lr is bit-identical to the lr in a
+    run with `MomentumDecay` whose optimizer has the initial beta1 `beta0`. The two runs differ only
+    in momentum.
 
     Args:
         total_steps: length of the schedule in optimizer steps; None uses the length of the fit.
-        beta0: initial beta1 of the run to compare with.
-        min_beta1: floor of beta1 in the run to compare with.
+        beta0: initial beta1 in the run with `MomentumDecay`.
+        min_beta1: lower bound of beta1 in the run with `MomentumDecay`.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Example:
@@ -360,7 +374,7 @@ class LRCompensation(MomentumDecay):
         self.beta0 = beta0
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """The lr of the update after `step` completed updates."""
+        """Return the lr of the update after `step` completed updates."""
         lr_factor = momentum_decay(step, total_steps, self.beta0, self.min_beta1).lr_factor
         return {"lr": group["lr"] * lr_factor}
 
@@ -369,5 +383,5 @@ class LRCompensation(MomentumDecay):
 
 
 def _beta1(group: Mapping[str, Any]) -> float | None:
-    """The momentum of a param group: its first beta, else `momentum`; None if it has neither."""
+    """Return the first of a param group's `betas`, else its `momentum`; None if it has neither."""
     return group["betas"][0] if "betas" in group else group.get("momentum")

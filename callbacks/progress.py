@@ -1,4 +1,4 @@
-"""Progress in optimizer steps: a bar for terminals, plain lines for batch systems and pipes."""
+"""Show progress in optimizer steps, by a bar in terminals, or by plain lines in other outputs."""
 
 import logging
 import math
@@ -24,11 +24,12 @@ def format_progress(
 
     Args:
         step: optimizer steps of the run so far.
-        total: steps of the whole run; inf for a run without an end.
+        total: optimizer steps of the whole run; inf if the run has no end.
         epoch: current epoch.
-        metrics: values by name.
-        seconds: time since this process started to train.
-        done: optimizer steps of this process; fewer than `step` after a resume.
+        metrics: values of metrics by name.
+        seconds: time in seconds since this process started to train.
+        done: optimizer steps since this process started to train. After a resume, it is less than
+            `step`.
 
     Example:
         >>> format_progress(20, 100, 1, {"train/loss": 0.123456}, seconds=10.0, done=20)
@@ -43,10 +44,10 @@ def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]
     """Format the speed and the remaining time of a process.
 
     Args:
-        unit: what is counted, in the singular.
-        done: units finished in `seconds`.
-        left: units that remain; inf for a process without an end.
-        seconds: time so far.
+        unit: noun in the singular for what is counted, such as "step".
+        done: number of units finished so far.
+        left: number of units that remain; inf if the process has no end.
+        seconds: time in seconds that the finished units took.
 
     Example:
         >>> format_speed("image", 20, 80, seconds=40.0)
@@ -62,21 +63,22 @@ def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]
 
 
 class LoggedLoss(ProgressBar):
-    """Base of progress bars that show train/loss without waiting for the GPU in each batch.
+    """Base class of progress bars that show train/loss without waiting for the GPU in each batch.
 
-    On a GPU they show the loss of the last logging step. Modules should log train/loss without
-    `prog_bar=True`, because Lightning would then wait for the device at every batch.
+    On a GPU, such a bar shows the loss of the last logging step. Modules should log train/loss
+    without `prog_bar=True`, because with `prog_bar=True`, Lightning waits for the GPU in each
+    batch.
     """
 
     _loss: float | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Read the loss in steps in which loggers read it."""
+        """Read the loss in steps in which metrics are logged."""
         if should_log(trainer):
             self._read_loss(trainer)
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """The loss, and the metrics that are logged for the progress bar."""
+        """Return the loss, and the metrics that are logged with `prog_bar=True`."""
         if may_read(trainer):
             self._read_loss(trainer)
         loss = {} if self._loss is None else {"train/loss": self._loss}
@@ -88,9 +90,10 @@ class LoggedLoss(ProgressBar):
 
 
 class PlainProgress(LoggedLoss):
-    """Prints a line every few seconds, at the first and last step and after each validation.
+    """Prints a line of progress every few seconds, and after the last step and each validation.
 
-    Only rank zero prints. It replaces the Trainer's progress bar.
+    The first line is printed after the first step. Only rank 0 prints. This callback replaces the
+    Trainer's progress bar.
 
     Args:
         every_n_seconds: seconds between lines, > 0.
@@ -118,7 +121,7 @@ class PlainProgress(LoggedLoss):
         self._is_enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print; `LightningModule.print` calls this."""
+        """Print a text. `LightningModule.print` calls this method."""
         if self._is_enabled:
             print(*args, **kwargs, flush=True)
 
@@ -158,7 +161,8 @@ class PlainProgress(LoggedLoss):
 class StepBar(LoggedLoss, TQDMProgressBar):
     """Progress bar that counts the optimizer steps of the whole run, not the batches of an epoch.
 
-    The speed and the remaining time include validations. Log lines are printed above the bar.
+    The time of validations is included in the speed and in the remaining time. Lines that Python
+    loggers print to the terminal appear above the bar.
 
     Example:
         >>> trainer = Trainer(callbacks=[StepBar()], logger=False, accelerator="cpu")
@@ -174,7 +178,7 @@ class StepBar(LoggedLoss, TQDMProgressBar):
         bar = self.train_progress_bar
         bar.total, bar.unit = _total_steps(trainer), "step"
         bar.n = bar.initial = bar.last_print_n = trainer.global_step
-        self.on_train_epoch_start(trainer)  # not called in the middle of an epoch
+        self.on_train_epoch_start(trainer)  # Lightning does not call it in the middle of an epoch
         console = (sys.stdout, sys.stderr)
         loggers = [
             logger
@@ -185,11 +189,11 @@ class StepBar(LoggedLoss, TQDMProgressBar):
             self._log_redirection.enter_context(logging_redirect_tqdm(loggers))
 
     def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Show the epoch."""
+        """Show the number of the epoch."""
         self.train_progress_bar.set_description(f"epoch {trainer.current_epoch}", refresh=False)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Advance the bar, and show metrics if it is redrawn."""
+        """Advance the bar. If the bar is redrawn, show metrics."""
         LoggedLoss.on_train_batch_end(self, trainer, pl_module)
         bar = self.train_progress_bar
         if bar.update(trainer.global_step - bar.n):
@@ -201,12 +205,15 @@ class StepBar(LoggedLoss, TQDMProgressBar):
         self._log_redirection.close()
 
     def on_exception(self, *args: Any) -> None:
-        """Restore the output of log lines."""
+        """Let Python loggers print to the terminal directly again."""
         self._log_redirection.close()
 
 
 def _total_steps(trainer: Trainer) -> int | None:
-    """Steps of the whole run over all optimizers, like `global_step`; None if it has no end."""
+    """Return the steps of all optimizers in the whole run; None if the run has no end.
+
+    The Trainer's `global_step` counts in the same way.
+    """
     if len(trainer.optimizers) > 1:
         return trainer.max_steps if trainer.max_steps > 0 else None
     return total_steps(trainer)

@@ -1,8 +1,8 @@
-"""End all ranks when one of them fails, is killed or hangs, with a message that names it.
+"""End all ranks if one rank fails, is killed or hangs, and print which rank it was.
 
-A thread of each rank writes heartbeats into the store of the process group. Rank 0 reads the
-heartbeats of all ranks. If a rank has failed, rank 0 puts a message that names this rank into its
-own heartbeat, which all ranks read.
+A thread of each rank writes heartbeats into the key-value store of the process group. Rank 0 reads
+the heartbeats of all ranks. If a rank has failed, rank 0 writes a message that names the failed
+rank into the heartbeat of rank 0, which all ranks read.
 """
 
 import json
@@ -24,21 +24,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 INTERVAL = 0.25  # seconds between heartbeats
-PATIENCE = 5.0  # seconds to wait for reports of other ranks, and for the main thread to end
+PATIENCE = 5.0  # seconds to wait for reports from other ranks, and for the main thread to end
 _CONNECTION = re.compile(r"^Dist|gloo|nccl|monitoredbarrier|process ?group", re.IGNORECASE)
 _INSTALLED = ("<", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")))
 
 
 class RankWatch(Callback):
-    """Ends all ranks when one of them fails, is killed or hangs, with a message that names it.
+    """Ends all ranks if one rank fails, is killed or hangs, and prints which rank it was.
 
-    The other ranks print the message and exit with code 1. An example of a message is "rank 1 has
+    The other ranks print a message and exit with code 1. An example of a message is "rank 1 has
     kept the others waiting for 60 s at step 17, in data.py:33 (read)". All ranks need this
     callback. List it before all other callbacks.
 
     Args:
-        timeout: seconds for which a rank may be silent or keep the others waiting, >= 3. None uses
-            the timeout of the strategy's collectives, 1800 s by default.
+        timeout: seconds for which a rank may send no heartbeats, or keep other ranks waiting in a
+            collective, before it counts as failed; >= 3. None uses the timeout of the strategy's
+            collectives, 1800 s by default.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -49,7 +50,7 @@ class RankWatch(Callback):
         if timeout is not None and not timeout >= 3.0:
             raise ValueError(f"timeout must be at least 3 seconds, got {timeout}.")
         self.timeout = timeout
-        self.verdict: str | None = None  # the message, if the failure broke a collective here
+        self.verdict: str | None = None  # the message, if a collective of this rank has failed
         self._watch: _Watch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -64,7 +65,7 @@ class RankWatch(Callback):
             self._watch = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: Any) -> None:
-        """Report the exception to the other ranks, or find the rank that caused it."""
+        """Report the exception to the other ranks, or find the rank that has caused it."""
         if self._watch is None:  # raised before `setup`
             self.setup(trainer, pl_module, "")
         if self._watch is None:
@@ -90,25 +91,26 @@ class Heartbeat:
     """
 
     beats: int = 0  # number of heartbeats; 0 before the first
-    collectives: int = 0  # collectives entered; the others wait for the rank with the fewest
+    collectives: int = 0  # collectives entered; other ranks wait for the rank with the fewest
     place: str = "at step 0"  # the step, and the position of the main thread in the code
     process: str = ""  # machine and process id
-    state: str = "running"  # or "lost" (a collective has failed), "ended"
-    message: str = ""  # names the rank that has failed
+    state: str = "running"  # or "lost" (a collective has failed), or "ended"
+    message: str = ""  # message that names the failed rank; "" if no rank has failed
     heard: float = 0.0  # time at which the reader received it; -inf once its process has ended
     since: float = 0.0  # time at which the reader saw `collectives` or `state` change
 
 
 def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str:
-    """Name the rank that ended or blocked the run, in a message; "" if there is none.
+    """Return a message that names the rank that ended or blocked the run; "" if there is none.
 
-    The function names a silent rank if there is one, and otherwise a rank for which the others
-    wait. If there are several, it names the rank that is furthest behind.
+    The function names a rank without recent heartbeats if there is one. Otherwise, it names a rank
+    for which other ranks wait in a collective. If there are several such ranks, it names the one
+    that has entered the fewest collectives.
 
     Args:
         ranks: the last heartbeat of each rank.
-        now: the reader's time in seconds.
-        timeout: seconds for which a rank may be silent or keep the others waiting.
+        now: current time in seconds, on the clock of `Heartbeat.heard`.
+        timeout: seconds for which a rank may send no heartbeats or keep other ranks waiting.
 
     Example:
         >>> find_culprit({0: Heartbeat(beats=9), 1: Heartbeat(beats=9)}, now=1.0, timeout=60)
@@ -131,7 +133,7 @@ def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str
 
 
 class _Watch(threading.Thread):
-    """Exchanges heartbeats, looks for a culprit, and ends this process if there is one."""
+    """Exchanges heartbeats, and ends this process if a rank has failed."""
 
     def __init__(self, trainer: Trainer, timeout: float | None) -> None:
         super().__init__(daemon=True)  # it may hang in the store
@@ -145,19 +147,19 @@ class _Watch(threading.Thread):
         self.start()
 
     def leave(self, state: str, failure: str = "") -> str:
-        """Report how the main thread ended; return the message, or ""."""
-        self._failure = failure and f"rank {self._rank} {failure}"  # before the state
+        """Report to the other ranks how the main thread ended; return the message, or ""."""
+        self._failure = failure and f"rank {self._rank} {failure}"  # set before the state
         start, self._state = self._now, state
         self._has_left.set()
         self.join(2 * PATIENCE)
         rank_0, self._ranks = {0: self._ranks[0]}, {}  # rank 0 does not wait for others any longer
         if state != "lost" or self._now - start > PATIENCE:
             return self._beat.message
-        return self._beat.message or find_culprit(rank_0, math.inf, 0)  # its store does not answer
+        return self._beat.message or find_culprit(rank_0, math.inf, 0)  # the store does not answer
 
     def run(self) -> None:
-        """Watch until this rank has reported its end, and on rank 0 until all ranks have."""
-        beat, store = self._beat, self._group.get_group_store().clone()  # the other may be busy
+        """Watch until this rank has reported its end. On rank 0, watch until all ranks have."""
+        beat, store = self._beat, self._group.get_group_store().clone()  # the original may be busy
         run_number = store.add(f"rank_watch/{self._rank}", 1)
         store = PrefixStore(f"rank_watch/{run_number}", store)
         try:
@@ -203,7 +205,7 @@ class _Watch(threading.Thread):
 
 
 def _live_process(number: int | str) -> str:
-    """Machine and id of a running process. "" if the process has ended, or outside Linux."""
+    """Return machine and id of a running process; "" if it has ended, or outside Linux."""
     with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         if Path(f"/proc/{number}/stat").read_text().rpartition(") ")[2][0] not in "ZX":
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -1,4 +1,4 @@
-"""Write grids of samples from fixed seeds, and of their nearest training images."""
+"""Write image grids of samples from fixed seeds, and of their nearest training images."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -38,43 +38,46 @@ from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
 
 MAX_TRAINING_BYTES = 2**28
-"""Maximum size in bytes of the training images that samples are compared with."""
+"""Maximum total size in bytes of the training images with which samples are compared."""
 
 
 class SampleGrid(PeriodicEvaluation):
     """Writes grids of the samples of seeds 0, ..., num - 1 as PNG files.
 
-    Grids go to loggers (TensorBoard, W&B, MLflow, Comet) and to `samples/` in the run folder.
-    `lit-diffusion fit` sets the run folder. In other projects it is the first logger's
-    version directory, or `default_root_dir` if there is no logger. File names contain the name of
-    the weights: "ema" if a callback provides averages, else "raw".
+    The grids are written to `samples/` in the run folder. They are also sent to the Trainer's
+    loggers of TensorBoard, W&B, MLflow and Comet. `lit-diffusion fit` sets the run folder. In other
+    projects, it is the first logger's version directory, or `default_root_dir` if there is no
+    logger. File names contain the optimizer step and the name of the weights. The name is "ema" if
+    a callback provides averages, else "raw".
 
-    - `step-00001000-ema.png`: the samples, with class names if the data module has `class_names`.
-      Small images are enlarged by an integer factor.
-    - `nearest-00001000-ema.png`: each sample next to its nearest training image in pixel space,
-      among at most 256 MB of evenly spaced training images. If there are no training images with
-      the samples' shape, this grid is left out and a message is printed once.
-    - `val/memorized`: a metric that is logged with the second grid. It is the fraction of samples
+    - `step-00001000-ema.png` has the samples. If the data module has `class_names`, each sample has
+      the name of its class below it. Small images are enlarged by an integer factor.
+    - `nearest-00001000-ema.png` has each sample next to its nearest training image in pixel space.
+      At most 256 MB of training images are compared, evenly spaced over the data set. If no
+      training images of the samples' shape are available, this grid is omitted and a message is
+      printed once.
+    - `val/memorized` is a metric that is logged with the second grid. It is the fraction of samples
       that are nearer to a training image than the median held-out image is. The fraction is about
       0.5 for new images and 1 for copies.
 
-    Every rank generates all samples. The random state of training is unchanged.
+    Every rank generates all samples. The states of the random generators are restored afterwards.
 
     Args:
         num: number of samples, 1 to 10,000.
-        labels: labels of the samples, repeated in turn. None uses `seed % num_classes` if the data
-            module has `class_names`, else the module's default.
+        labels: labels of the samples. If there are more samples than labels, the labels are used
+            in turn. None uses `seed % num_classes` if the data module has `class_names`; otherwise,
+            it passes no labels to `generate`.
         every_n_steps: optimizer steps between grids; None writes after every validation of a fit.
-        batch_size: samples generated at a time.
+        batch_size: number of samples per call of `generate`.
         images: how to find the images in a training batch: an index, a key, or a function of the
             batch. None uses the batch itself, its first part, or the one image tensor of a
             dictionary.
 
     Raises:
-        ValueError: if a number is invalid. At fit start, also if labels are not classes of the
-            module, if the callback would never run, or if the folder of a new run contains grids of
-            another run.
-        TypeError: at fit start, if the module has no `generate(seeds, labels=None)`.
+        ValueError: if an argument is invalid, or, at fit start, if a label is not a class of the
+            module, if `every_n_steps` is None and the fit has no validation, or if the folder of a
+            new run contains grids of another run.
+        TypeError: at fit start, if the module has no method `generate(seeds, labels=None)`.
 
     Example:
         >>> SampleGrid(num=20, labels=range(10), every_n_steps=500).labels
@@ -105,11 +108,11 @@ class SampleGrid(PeriodicEvaluation):
         self._median_distance: Tensor | None = None  # of held-out images to the training images
 
     def metric_names(self) -> list[str]:
-        """Name of the metric, which needs training and held-out images."""
+        """Name of the metric. It is logged only if there are training and held-out images."""
         return ["val/memorized"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise an error for labels or modules that cannot be sampled."""
+        """Raise an error if the module cannot generate samples with these labels."""
         require_generate(pl_module, "SampleGrid")
         num_classes, labels = getattr(pl_module, "num_classes", None), self.labels
         if labels and num_classes and not -1 <= min(labels) <= max(labels) < num_classes:
@@ -120,7 +123,7 @@ class SampleGrid(PeriodicEvaluation):
         self._has_read_images, self._training_images, self._median_distance = False, None, None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure after each validation of a fit; in the sanity check, generate one sample."""
+        """Write grids after each validation of a fit. Generate one sample in the sanity check."""
         if trainer.sanity_checking:
             with inference_mode(trainer, pl_module):
                 generate_images(pl_module, [0])
@@ -177,7 +180,10 @@ class SampleGrid(PeriodicEvaluation):
     def _read_images(
         self, train: ImageSet | None, val: ImageSet | None, shape: tuple[int, ...]
     ) -> None:
-        """Read the images to compare samples with; unaugmented if the data module has splits."""
+        """Read the training and held-out images with which samples are compared.
+
+        If the data module implements `HasSplits`, the images are not augmented.
+        """
 
         def read(images: ImageSet | None, most: int, consequence: str) -> Tensor | None:
             try:
@@ -215,13 +221,13 @@ class SampleGrid(PeriodicEvaluation):
 
 
 def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:
-    """Log an image to TensorBoard, W&B, MLflow and Comet; other loggers are skipped.
+    """Log an image to TensorBoard, W&B, MLflow and Comet. Other loggers are skipped.
 
     Args:
         loggers: loggers of a Trainer.
-        name: name of the image.
+        name: name of the image in the loggers.
         picture: the image.
-        step: step of the loggers.
+        step: step at which the loggers store the image.
     """
     for logger in loggers:
         if isinstance_lightning(logger, TensorBoardLogger):
@@ -235,15 +241,15 @@ def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step
 
 
 def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int = 512) -> Tensor:
-    """Arrange images in a near-square grid about `width` pixels wide, and enlarge small images.
+    """Arrange images in an almost square grid. Small images are enlarged by an integer factor.
 
     Args:
         images: (N, C, H, W) uint8, C = 1, ..., 4.
         captions: one text for each image, which is written below the image.
-        width: approximate width of the grid in pixels.
+        width: approximate width of the grid in pixels, from which the factor is computed.
 
     Returns:
-        (C, height, width) uint8. Grey images become images with 3 channels.
+        (C, height, width) uint8. If the images are gray (C = 1), the grid has 3 channels.
 
     Example:
         >>> image_grid(torch.zeros(4, 3, 16, 16, dtype=torch.uint8), width=64).shape
@@ -265,7 +271,9 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
 
 
 def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:
-    """List the class names of `num` images whose labels repeat in turn; "" for label -1.
+    """List the class names of `num` images. The images have the labels `labels` in turn.
+
+    Other labels, such as -1 for no class, get the name "".
 
     Example:
         >>> class_captions([1, 0, -1], ["cat", "dog"], 4)

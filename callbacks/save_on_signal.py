@@ -1,4 +1,4 @@
-"""Save a checkpoint at the next safe point after a signal, at the same step on all ranks."""
+"""Save a checkpoint and exit after a signal, at the same optimizer step on all ranks."""
 
 import signal
 from collections.abc import Sequence
@@ -27,28 +27,29 @@ from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, SignalRecorde
 class SaveOnSignal(AccumulationTracker, Callback):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends the process.
 
-    The exit code is 75 after a signal from a batch system, and 130 after Ctrl-C. It is 129 after
-    SIGHUP, which a terminal sends when it closes. Under nohup, SIGHUP stays ignored.
+    The exit code is 75 after a signal from a batch system, such as SIGTERM or SIGUSR1, and 130
+    after Ctrl-C. It is 129 after SIGHUP, which a terminal sends when it closes. Under nohup, SIGHUP
+    remains ignored.
 
-    A safe point is the end of a training batch in which the optimizer stepped, or the end of the
-    validation after it. The last batch of an epoch is not a safe point, because a resume would skip
-    the hooks of the epoch's end. All ranks save after the same step, no matter which ranks receive
-    the signal. Further signals have no effect, except that a second Ctrl-C before the save ends the
-    process at once.
+    A safe point is the end of a training batch in which the optimizer made a step, or the end of
+    the validation that follows such a batch. The last batch of an epoch is not a safe point,
+    because a run that is resumed from there would skip the hooks at the end of the epoch. All ranks
+    save after the same step, even if only some of them receive the signal. Further signals have no
+    effect, with one exception: a second Ctrl-C before the save ends the process at once.
 
     If SLURM preempts the job, or sends the signal requested with `sbatch --signal=SIGUSR1`, rank 0
-    asks SLURM to requeue the job. Lightning's own handlers are disabled, because they save inside
-    the handler.
+    asks SLURM to requeue the job. Lightning's own signal handlers are disabled, because they save
+    inside the handler, and thus not at a safe point.
 
     Args:
         folder: folder for last.ckpt. None uses checkpoints/ in the Trainer's `default_root_dir`.
         signals: names of the signals after which to save.
-        requeue: whether to requeue a SLURM job.
+        requeue: whether to ask SLURM to requeue the job.
 
     Raises:
-        ValueError: if a signal is unknown. At the start of a fit, also if Lightning would resume
-            from a checkpoint of another job, or if a new fit would replace the last.ckpt of another
-            fit.
+        ValueError: if a signal name is invalid, or, at the start of a fit, if Lightning would
+            resume from a checkpoint of another SLURM job without being asked to, or if a new fit
+            would replace the last.ckpt of another fit.
 
     Example:
         >>> saver = SaveOnSignal("checkpoints")
@@ -71,27 +72,27 @@ class SaveOnSignal(AccumulationTracker, Callback):
         self.requeue = requeue
         self._recorder = SignalRecorder([by_name[name] for name in signals])
         self._reducer = _MaxReducer()
-        self._signal = 0  # the signal that the ranks agreed to save on; 0 before that
-        self._exit: SavedOnSignal | None = None  # to be raised after the save
+        self._signal = 0  # the signal on which all ranks have agreed to save; 0 before that
+        self._exit: SavedOnSignal | None = None  # exception to raise after the save
 
     @property
     def path(self) -> Path:
-        """Path of the checkpoint. Before a fit, raises ValueError if no folder was passed."""
+        """Path of the checkpoint. Raises ValueError before a fit if no folder was passed."""
         if self.folder is None:
             raise ValueError("SaveOnSignal has no folder before a fit; pass one.")
         return self.folder / "last.ckpt"
 
     def checkpoint_of_requeue(self) -> Path | None:
-        """The checkpoint from which to resume if SLURM has requeued this job, else None."""
+        """Return the checkpoint to resume from if SLURM has requeued this job, else None."""
         path = path_after_replace(self.path)
         return path if is_requeue_of(path.parent) and is_checkpoint(path) else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Start recording signals, and move this callback to the end of the list."""
         if stage == "fit":
-            # The list must be a new one, because Lightning iterates over the old one. A base class
-            # `Checkpoint` would also make this callback the last, but then Lightning would not add
-            # its default ModelCheckpoint.
+            # Lightning iterates over the old list, so a new list is needed. With the base class
+            # `Checkpoint`, Lightning would move this callback to the end by itself, but it would
+            # not add its default ModelCheckpoint.
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             others = [callback for callback in callbacks if callback is not self]
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
@@ -100,7 +101,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
             self._recorder.start()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Disable Lightning's handlers, and prepare to agree with the other ranks."""
+        """Disable Lightning's signal handlers, and prepare the communication between ranks."""
         resumed = Path(str(trainer.ckpt_path or ""))
         if resumed.name.startswith("hpc_ckpt_") and job_id():
             # Lightning resumes from hpc_ckpt_1.ckpt of any job in the same folder.
@@ -113,31 +114,35 @@ class SaveOnSignal(AccumulationTracker, Callback):
         disable_signal_handlers(trainer)
         self._reducer = _MaxReducer(trainer)
         if trainer.is_global_zero:
-            message = "\nSaves after this step; Ctrl-C again ends without.\n"
+            message = "\nSaving after this step. Press Ctrl-C again to end without saving.\n"
             self._recorder.ctrl_c_message = message
             mark_checkpoints(self.path.parent)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """End the process if it has saved. By now, the step of the save is complete and logged."""
+        """End the process if a checkpoint was saved after the last batch.
+
+        The process does not end in the hook that saves. By now, the hooks and logs of the saved
+        step are complete.
+        """
         if self._exit is not None:
             raise self._exit
         super().on_train_batch_start(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Save if the ranks have agreed on a signal and no validation follows."""
+        """Save if the ranks have agreed on a signal and no validation follows this batch."""
         self._signal = self._signal or self._reducer.reduce_async(self._recorder.received or 0)
         if self._signal and not validation_follows(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if any rank has received a signal."""
+        """Save if any rank has received a signal, except in the sanity check."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._signal = self._signal or self._reducer.reduce(self._recorder.received or 0)
             if self._signal:
                 self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the process if it has saved after an epoch of one batch."""
+        """End the process if a checkpoint was saved in an epoch of one batch."""
         if self._exit is not None:
             raise self._exit
 
@@ -146,21 +151,24 @@ class SaveOnSignal(AccumulationTracker, Callback):
         self._reducer.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the previous signal handlers, and Lightning's."""
+        """Restore the previous signal handlers, and enable those of Lightning."""
         self._recorder.stop()
         enable_signal_handlers(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Restore the handlers, unless a save ends the process, whose exit code must not change."""
+        """Restore the signal handlers, unless the process ends because a checkpoint was saved.
+
+        In this case, further signals remain ignored, because they could change the exit code.
+        """
         if not isinstance(exception, SavedOnSignal):
             self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Trainer) -> None:
         is_unsafe = self.is_accumulating(trainer) or ends_epoch(trainer)
         if self._exit is not None or is_unsafe or is_ending(trainer):
-            return  # checkpoints have no accumulated gradients, and a complete run ends as usual
+            return  # checkpoints do not have accumulated gradients; a complete run ends by itself
         saved = SavedOnSignal(self._signal, trainer.global_step, self.path)
         self._recorder.ignore()
         trainer.save_checkpoint(self.path, weights_only=False)
@@ -171,24 +179,25 @@ class SaveOnSignal(AccumulationTracker, Callback):
             if job is not None:
                 message += f" {requeue_job(job, saved.signal)}."
             print_error(message)
-        # Ranks wait for the requeue: if one ended earlier, srun would end the others.
+        # All ranks wait for the requeue, because srun would end the other ranks if one rank ended.
         self._reducer.close()
 
 
 class _MaxReducer:
-    """Maximum of a number over all ranks. All ranks get the same value in the same call."""
+    """Computes the maximum of a number over all ranks. All ranks get the same result."""
 
     def __init__(self, trainer: Trainer | None = None) -> None:
         self._group: Any = None
         self._pending: Any = None
         if trainer is not None and trainer.world_size > 1:
-            # A separate group on the CPU, so that no GPU synchronizes for it.
+            # A separate group on the CPU, so that the host does not wait for the GPU.
             self._group = dist.new_group(backend="gloo")
 
     def reduce_async(self, number: int) -> int:
-        """Return the maximum of the last call's numbers, and start an all-reduce of this call's.
+        """Start to compute the maximum of `number`, and return the maximum of the previous call.
 
-        Without other ranks, returns `number`.
+        The next call returns the maximum of this call, so the ranks can train in the meantime. If
+        there is only one rank, return `number`.
         """
         if self._group is None:
             return number
@@ -199,11 +208,14 @@ class _MaxReducer:
         return maximum
 
     def reduce(self, number: int) -> int:
-        """Wait for the other ranks, and return the maximum over this call and the last one."""
+        """Wait for the other ranks. Return the maximum over this call and the previous call."""
         return max(self.reduce_async(number), self._wait()) if self._group else number
 
     def close(self) -> None:
-        """Wait for the other ranks and destroy the group; torch may abort if it stays open."""
+        """Wait for the other ranks and destroy the process group.
+
+        If the group is still open when the process exits, torch may abort.
+        """
         if self._group is not None:
             self.reduce(0)
             dist.destroy_process_group(self._group)

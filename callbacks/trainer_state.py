@@ -1,20 +1,20 @@
-"""State of a running fit that callbacks need beyond Lightning's public API.
+"""Functions for callbacks that need more of a running fit than Lightning's public API offers.
 
-This file has functions that read the progress of a fit, check strategies and optimizers, and handle
-tensors that are split over ranks or not finite. It also has a base class for callbacks that set
-noise levels.
+The functions read the progress of a fit, check strategies and optimizers, and handle tensors that
+are split over ranks or not finite. There is also a base class for callbacks that set the noise
+levels of training batches.
 
-ema.py, momentum_decay.py, curriculum.py, loss_resampler.py, step_seed.py and finite_updates.py
-depend only on this file, torch and Lightning. To use one of them in your own package, copy it
-together with this file.
+The callbacks in ema.py, momentum_decay.py, curriculum.py, loss_resampler.py and finite_updates.py
+depend only on this file, torch and Lightning. To use one of these files in your own package, copy
+it together with this file. The file step_seed.py does not need this file.
 
-Callbacks use private names of Lightning only through this file. A test asserts that each name
-exists with the expected signature. The file setup.cfg restricts lightning to versions below the
-next minor version.
+All private names of Lightning that the callbacks use are used in this file. In lit-diffusion, a
+test asserts that each of these names exists with the expected signature, and setup.cfg restricts
+lightning to versions below the next minor version.
 
-A split tensor is a torch DTensor, which FSDP2 and tensor parallelism create. It has the shape of
-the whole tensor, but each rank stores only a part, which may be empty. A function marked
-"Collective" must be called on every rank.
+In this file, a split tensor is a torch DTensor, as FSDP2 and tensor parallelism create it. Its
+shape is the shape of the whole tensor, but each rank stores only a part, which may be empty. If the
+docstring of a function says "Collective", all ranks must call the function together.
 """
 
 import math
@@ -54,7 +54,8 @@ T = TypeVar("T")
 def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
     """`isinstance` for classes that exist in both `lightning` and `pytorch_lightning`.
 
-    Both packages may be installed, and each defines its own copy of every class.
+    If both packages are installed, each has its own copy of every class. The function accepts
+    instances of either copy.
 
     Example:
         >>> isinstance_lightning(pl.callbacks.EarlyStopping("val/loss"), pl.Callback)
@@ -73,26 +74,26 @@ def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
 class AccumulationTracker:
     """Mixin for callbacks that need to know whether gradients are being accumulated.
 
-    Checkpoints do not contain gradients, so callbacks should not save while gradients accumulate.
-    Under manual optimization, the module accumulates by itself. The mixin then treats each batch
-    without an optimizer step as accumulating.
+    Checkpoints do not contain gradients, so callbacks should not save while gradients are being
+    accumulated. Under manual optimization, the Trainer does not know whether the module accumulates
+    gradients. In this case, the mixin assumes it after each batch without an optimizer step.
     """
 
     _step_before: int | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Store the step count, to detect whether the batch makes a step."""
+        """Store the step count, to detect whether the optimizer steps in the batch."""
         self._step_before = trainer.global_step
 
     def is_accumulating(self, trainer: pl.Trainer) -> bool:
-        """Whether the last batch has gradients that no optimizer step has used yet."""
+        """Whether there are gradients of the last batch that no optimizer step has used yet."""
         if trainer.lightning_module.automatic_optimization:
             return is_accumulating(trainer)
         return trainer.global_step == self._step_before
 
 
 def is_accumulating(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer itself accumulates gradients after the current batch."""
+    """Whether the Trainer continues to accumulate gradients after the current batch."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -113,21 +114,25 @@ def is_ending(trainer: pl.Trainer) -> bool:
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Whether an epoch of several steps ends here.
+    """Whether the current batch is the last of an epoch that has several optimizer steps.
 
-    A resume from a checkpoint at this point would skip the hooks of the epoch's end.
+    Callbacks should not save a checkpoint after this batch, because a run that is resumed from it
+    would skip the hooks at the end of the epoch.
     """
     return trainer.is_last_batch and trainer.num_training_batches > trainer.accumulate_grad_batches
 
 
 def is_batch_ending(trainer: pl.Trainer) -> bool:
-    """Whether the Trainer runs `on_train_batch_end`, also during a save inside this hook."""
+    """Whether the Trainer is running the hooks `on_train_batch_end`.
+
+    If a checkpoint is saved in such a hook, this is True in the hooks of the save, too.
+    """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.completed < batches.processed)
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """The Trainer of a module. None if the module has none; `module.trainer` would raise an error.
+    """Return the Trainer of a module, or None. If there is none, `module.trainer` raises an error.
 
     Example:
         >>> attached_trainer(pl.LightningModule()) is None
@@ -137,9 +142,9 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 
 
 def completed_steps(module: pl.LightningModule) -> int | None:
-    """Optimizer steps completed in the current fit; None outside a fit.
+    """Return the optimizer steps completed in the current fit, or None outside a fit.
 
-    Outside a fit, the Trainer's count has no meaning, because a new Trainer starts at 0.
+    Outside a fit, the Trainer's step count is meaningless, because each new Trainer starts at 0.
 
     Example:
         >>> completed_steps(pl.LightningModule()) is None
@@ -151,11 +156,11 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 
 
 def output_folder(trainer: pl.Trainer) -> str:
-    """Folder for the files that callbacks write about this run; the same on all ranks. Collective.
+    """Return the folder for files that callbacks write, which is equal on all ranks. Collective.
 
-    The command line sets this folder as `trainer.run_folder`. In other projects, it is the folder
-    in which Lightning creates `checkpoints/`. This is the first logger's version directory, or
-    `default_root_dir` if there is no logger.
+    The command `lit-diffusion fit` stores this folder in `trainer.run_folder`. Without this
+    attribute, the function returns the folder in which Lightning creates `checkpoints/`. This is
+    the first logger's version directory, or `default_root_dir` if there is no logger.
 
     Example:
         >>> trainer = pl.Trainer(default_root_dir="runs", logger=False, accelerator="cpu")
@@ -171,7 +176,7 @@ def output_folder(trainer: pl.Trainer) -> str:
 
 
 def total_steps(trainer: pl.Trainer) -> int | None:
-    """Optimizer steps of the whole fit; None if the fit has no end.
+    """Return the number of optimizer steps in the whole fit; None if the fit has no end.
 
     As a side effect, this sets up the training data.
 
@@ -185,7 +190,7 @@ def total_steps(trainer: pl.Trainer) -> int | None:
     callbacks, batches = trainer.callbacks, trainer.num_training_batches  # type: ignore[attr-defined]
     schedulers = [c for c in callbacks if isinstance_lightning(c, kind)]
     if schedulers and epochs is not None and epochs >= 0 and batches < math.inf:
-        # The Trainer's own estimate uses the accumulation factor of the first epoch for all epochs.
+        # The Trainer's estimate assumes that all epochs accumulate as many batches as the first.
         sizes = map(schedulers[-1].get_accumulate_grad_batches, range(epochs))
         steps = sum(math.ceil(batches / size) for size in sizes)
         steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
@@ -193,23 +198,25 @@ def total_steps(trainer: pl.Trainer) -> int | None:
 
 
 def should_log(trainer: pl.Trainer) -> bool:
-    """Whether metrics of the current batch are sent to loggers (see `log_every_n_steps`)."""
+    """Whether metrics are sent to loggers after the current batch (see `log_every_n_steps`)."""
     return trainer._logger_connector.should_update_logs
 
 
 def may_read(trainer: pl.Trainer) -> bool:
-    """Whether the host can read a value without an extra wait.
+    """Whether the host can read a value from the device without an additional wait.
 
-    This is always so on a CPU, and on other devices in steps that log.
+    This is always True on a CPU. On other devices, it is True in steps that log metrics, because
+    the host waits for the device in these steps anyway.
     """
     return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
 
 
 def confirm_updates(trainer: pl.Trainer) -> None:
-    """Stop the run if the device has skipped an update without the host's knowledge. Collective.
+    """Stop the run if the GPU has skipped an update and the host does not know it yet. Collective.
 
-    Call this function in `on_train_batch_end` before weights are evaluated or written. It calls the
-    method `confirm_updates` of each callback that has one, such as FiniteUpdates.
+    FiniteUpdates lets the GPU skip non-finite updates before the host notices. Therefore, call this
+    function in `on_train_batch_end` before you evaluate or save weights. It calls the method
+    `confirm_updates` of each callback that has such a method.
 
     Example:
         >>> confirm_updates(pl.Trainer(logger=False, accelerator="cpu"))
@@ -220,29 +227,30 @@ def confirm_updates(trainer: pl.Trainer) -> None:
 
 
 def logger_step(trainer: pl.Trainer) -> int:
-    """The step that Lightning passes to loggers during a batch or the validation after it.
+    """Return the step that Lightning passes to loggers during a batch or the validation after it.
 
-    This step counts the batches with an optimizer step, starting at 0. In contrast, `global_step`
-    adds up the steps of all optimizers. Lightning logs metrics at the logger step. For images and
-    scores, see `stepped_batches`.
+    This logger step is the number of batches so far in which an optimizer stepped, starting at 0.
+    In contrast, `global_step` is the sum of the steps of all optimizers. Callbacks that log images
+    or scores after a batch use `stepped_batches` instead, which includes the batch that is ending.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def stepped_batches(trainer: pl.Trainer) -> int:
-    """Number of batches with an optimizer step so far. The current batch counts once it is done.
+    """Return the number of batches so far in which an optimizer stepped.
 
-    The number equals `global_step` if each batch steps a single optimizer once.
+    The current batch is included as soon as `on_train_batch_end` runs. If each batch steps a single
+    optimizer once, the number equals `global_step`.
     """
     is_current_done = is_batch_ending(trainer) or trainer.validating
     return logger_step(trainer) + (is_current_done and not is_accumulating(trainer))
 
 
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
-    """Factor by which the gradients are still scaled when an optimizer steps.
+    """Return the factor by which gradients are still scaled when an optimizer steps.
 
-    The factor is 1, unless a fused optimizer unscales the gradients inside its step. Such an
-    optimizer does so if it is used with a GradScaler.
+    The factor is 1, unless a fused optimizer is used with a GradScaler. In this case, the gradients
+    are unscaled only inside the optimizer's step.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -250,12 +258,12 @@ def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
 
 
 def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """The checkpoint that is being restored, which may be modified in place; {} without one."""
+    """Return the checkpoint that is being restored, which may be modified in place, or {}."""
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
 def limited_batches(trainer: pl.Trainer, length: int) -> int:
-    """Training batches per epoch after `trainer.limit_train_batches` is applied to `length`.
+    """Return the batches per epoch when `trainer.limit_train_batches` is applied to `length`.
 
     Example:
         >>> limited_batches(pl.Trainer(limit_train_batches=0.5, logger=False), length=100)
@@ -267,17 +275,17 @@ def limited_batches(trainer: pl.Trainer, length: int) -> int:
 
 
 def disable_signal_handlers(trainer: pl.Trainer) -> None:
-    """Prevent Lightning from installing its signal handlers until `enable_signal_handlers`."""
+    """Prevent Lightning from installing signal handlers, until `enable_signal_handlers` is called."""
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
 
 
 def enable_signal_handlers(trainer: pl.Trainer) -> None:
-    """Undo `disable_signal_handlers`."""
+    """Allow Lightning to install its signal handlers again."""
     vars(trainer._signal_connector).pop("register_signal_handlers", None)
 
 
 def undivided_sampler(loader: Any) -> Any:
-    """The sampler of a loader, without the wrapper that Lightning adds to divide it among ranks.
+    """Return a loader's sampler without the wrapper by which Lightning divides it among ranks.
 
     Example:
         >>> type(undivided_sampler(torch.utils.data.DataLoader([1, 2]))).__name__
@@ -289,13 +297,16 @@ def undivided_sampler(loader: Any) -> Any:
 
 
 def is_built_from_config() -> bool:
-    """Whether LightningCLI is constructing a module now, from arguments that are plain builtins."""
+    """Whether LightningCLI is constructing a module now.
+
+    If so, the module's arguments come from a config, so they can be stored as plain builtins.
+    """
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in eval mode; restores the mode of each submodule afterwards.
+    """Context in which a module is in eval mode. At its end, each submodule has its mode again.
 
     Example:
         >>> module = nn.Dropout()
@@ -316,7 +327,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 def register_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
     """Make `module.state_dict()` call `hook(module, state_dict, prefix, metadata)` at its end."""
-    # The public name is missing before torch 2.5.
+    # The public method exists since torch 2.5.
     public = getattr(module, "register_state_dict_post_hook", None)
     register: Any = public or module._register_state_dict_hook
     handle: RemovableHandle = register(hook)
@@ -327,7 +338,7 @@ def register_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> Re
 
 
 def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
-    """Raise ValueError if the callback `name` does not support the Trainer's strategy.
+    """Raise ValueError if the callback called `name` does not support the Trainer's strategy.
 
     Example:
         >>> refuse_strategy(pl.Trainer(logger=False, accelerator="cpu"), "EMA")
@@ -348,7 +359,7 @@ def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
 
 
 def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> None:
-    """Raise ValueError if weights are split and a checkpoint would contain only one rank's part."""
+    """Raise ValueError if weights are split and checkpoints would have only one rank's parts."""
     strategy, split = trainer.strategy, find_dtensor(dict(module.named_parameters()))
     if split and not isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         raise ValueError(
@@ -361,12 +372,12 @@ def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: 
 
 
 def refuse_unhooked(optimizer: object) -> None:
-    """Raise ValueError if hooks on the optimizer's `step()` would not run.
+    """Raise ValueError if the optimizer's `step()` would not call hooks.
 
     Example:
         >>> refuse_unhooked(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
     """
-    # Optimizer.__init__ sets this mark; some wrappers of another optimizer do not call it.
+    # Optimizer.__init__ sets this attribute. Some wrappers of an optimizer do not call __init__.
     hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
     if not (hooked and isinstance(optimizer, Optimizer)):
         raise ValueError(
@@ -380,8 +391,8 @@ def refuse_unhooked(optimizer: object) -> None:
 def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `step(**kwargs)` only initializes the optimizer's state, with lr 0.
 
-    If an optimizer has no state yet, `torch.distributed.checkpoint.state_dict` makes this step
-    before it saves or loads the state.
+    The module `torch.distributed.checkpoint.state_dict` makes such a step before it saves or loads
+    the state of an optimizer that has no state yet.
     """
     return dict(kwargs) == {"closure": None} and all(
         group.get("lr") == 0 for group in optimizer.param_groups
@@ -415,7 +426,7 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a split tensor, with the same memory; other tensors are returned as is.
+    """Return this rank's part of a split tensor, without a copy. Return other tensors unchanged.
 
     Example:
         >>> local_part(torch.ones(2))
@@ -425,10 +436,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def saves_split_tensors(module: pl.LightningModule | None) -> bool:
-    """Whether the module's strategy saves the split tensors of callbacks part by part.
+    """Whether the module's strategy saves the split tensors in callback states part by part.
 
-    A strategy that does so sets the attribute `saves_split_tensors`. Lightning's own strategies do
-    not set it.
+    Such a strategy sets its attribute `saves_split_tensors` to True. Lightning's own strategies do
+    not have this attribute.
 
     Example:
         >>> saves_split_tensors(pl.LightningModule())
@@ -439,12 +450,12 @@ def saves_split_tensors(module: pl.LightningModule | None) -> bool:
 
 
 def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
-    """Split a tensor over ranks like another tensor.
+    """Split a tensor over ranks in the same way as another tensor.
 
     Args:
         whole: the tensor to split, equal on all ranks. If it is already split, it is returned
             unchanged.
-        model: the tensor whose split is used. If it is not split, `whole` is returned unchanged.
+        model: the tensor that is already split. If it is not, `whole` is returned unchanged.
 
     Example:
         >>> distribute_like(torch.ones(2), model=torch.zeros(2))
@@ -477,10 +488,11 @@ def find_dtensor(state: Any, name: str = "") -> str | None:
 
 
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather the split tensors of a nested state as whole CPU tensors on rank 0, for a file.
+    """Gather the split tensors of a nested state as whole CPU tensors on rank 0.
 
-    If no tensor is split, the function returns the state unchanged. Otherwise it is collective.
-    Rank 0 returns the state. The other ranks return {} and never hold more than one whole tensor.
+    If no tensor is split, the function returns the state unchanged. Otherwise, all ranks must call
+    the function together. It returns the state with whole tensors on rank 0, and {} on other ranks.
+    The other ranks never hold more than one whole tensor at a time.
 
     Example:
         >>> gather_state({"steps": 3})
@@ -495,7 +507,7 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gather(value: Any, is_first: bool) -> Any:
     if is_dtensor(value):
-        # Parts that were offloaded to the CPU move to the device on which ranks communicate.
+        # A part that was offloaded to the CPU must move to the device on which ranks communicate.
         parts: Any = value.detach().to(value.device_mesh.device_type)
         whole = parts.full_tensor()
         return whole.cpu() if is_first else None
@@ -509,9 +521,9 @@ def _gather(value: Any, is_first: bool) -> Any:
 def reshard(module: nn.Module) -> None:
     """Free the gathered weights that FSDP2 keeps after a forward pass without a backward pass.
 
-    While FSDP2 keeps them, `parameters()` returns the gathered copies, and the next forward pass
-    uses these copies even if the sharded weights have changed. Modules without FSDP2 are unchanged.
-    Not collective.
+    While FSDP2 keeps the gathered weights, `parameters()` returns them, and the next forward pass
+    uses them even if the sharded weights have changed. Modules without FSDP2 do not change. A rank
+    may call this function alone.
 
     Example:
         >>> reshard(nn.Linear(2, 2))
@@ -528,8 +540,8 @@ def reshard(module: nn.Module) -> None:
 def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """Check each tensor for NaN or infinite entries, without synchronizing with a GPU.
 
-    In a split tensor, the function checks only this rank's part. In a sparse tensor, it checks the
-    stored values. Empty tensors are finite.
+    In a split tensor, the function checks only the part of this rank. In a sparse tensor, it checks
+    the stored values. An empty tensor counts as finite.
 
     Args:
         tensors: N tensors of any shapes.
@@ -545,7 +557,8 @@ def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     if not {*map(type, values)} <= {Tensor, nn.Parameter}:
         values = [local_part(value) for value in values]
     values = [value if value.numel() else value.new_zeros(1) for value in values]
-    # On a CPU the 2-norm is ten times as fast, but squares may overflow. Flags are checked again.
+    # On a CPU, the 2-norm is ten times as fast as the max norm, but squares may overflow. If the
+    # 2-norm finds non-finite tensors, the max norm is therefore computed as well.
     if {*map(Tensor.get_device, values)} == {-1}:
         flags = _has_infinite_norm(values, 2.0)
         if not flags.any():
@@ -557,15 +570,15 @@ def _has_infinite_norm(values: Sequence[Tensor], order: float) -> Tensor:
     norms = list(torch._foreach_norm(list(values), order))
     if len({*map(Tensor.get_device, norms)}) > 1:
         norms = [norm.to(norms[0].device) for norm in norms]
-    # x * 0 is NaN if x is infinite or NaN: a third of the operations of isfinite().
+    # x * 0 is NaN if x is infinite or NaN. It takes a third of the operations of isfinite().
     return torch.stack(norms) * 0 != 0
 
 
 def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
-    """Find the first tensor with a NaN or infinite entry. Waits for the device once.
+    """Find the first tensor with a NaN or infinite entry. The host waits for the device once.
 
-    The function is collective if tensors are split. In this case all ranks of their mesh return the
-    same index.
+    If tensors are split, all ranks of the tensors' device mesh must call the function together, and
+    they all return the same index.
 
     Returns:
         The index of the tensor, or None if all are finite.
@@ -590,11 +603,15 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
 
 
 class Timesteps(NamedTuple):
-    """Values for the attributes of `protocols.HasTimesteps`; None leaves an attribute unchanged.
+    """Values for two attributes of a module that determine its noise levels in a batch.
+
+    A noise level is a number u in [0, 1]. The interval is divided into num_bins equal bins.
 
     Attributes:
-        timestep_density: (num_bins,) density over equal bins of u in [0, 1].
-        timestep_weight: (num_bins,) weight of the loss over the same bins.
+        timestep_density: (num_bins,) density from which the module samples noise levels. None means
+            the uniform density.
+        timestep_weight: (num_bins,) factors by which the module multiplies the losses of noise
+            levels in each bin. None means 1.
 
     Example:
         >>> Timesteps(timestep_density=torch.ones(4)).timestep_weight is None
@@ -606,10 +623,13 @@ class Timesteps(NamedTuple):
 
 
 def importance_weight(density: Tensor) -> Tensor:
-    """Loss weights `1 / (num_bins * p)` that undo the effect of a density on the expected loss.
+    """Return loss weights `1 / (num_bins * p)`, which cancel the density in the expected loss.
+
+    If noise levels are sampled from p and losses are multiplied by these weights, the expected loss
+    is the same as with uniformly sampled noise levels.
 
     Args:
-        density: (num_bins,), not necessarily normalized. p is the normalized density.
+        density: (num_bins,) density, not necessarily normalized. After normalization, it is p.
 
     Returns:
         (num_bins,) weights.
@@ -622,13 +642,15 @@ def importance_weight(density: Tensor) -> Tensor:
 
 
 def total_variation(density: Tensor) -> Tensor:
-    """Total variation `sum(abs(p - 1 / num_bins)) / 2` between a density and the uniform density.
+    """Return the total variation between a density p and the uniform density.
+
+    The total variation is `sum(abs(p - 1 / num_bins)) / 2`.
 
     Args:
-        density: (num_bins,), not necessarily normalized. p is the normalized density.
+        density: (num_bins,) density, not necessarily normalized. After normalization, it is p.
 
     Returns:
-        () in [0, 1).
+        Scalar tensor in [0, 1).
 
     Example:
         >>> total_variation(torch.tensor([1.0, 3.0]))
@@ -638,11 +660,15 @@ def total_variation(density: Tensor) -> Tensor:
 
 
 class TimestepWriter(pl.Callback, ABC):
-    """Base of callbacks that set the noise levels or the loss weights of training batches.
+    """Base class of callbacks that set the density of noise levels or the loss weights of a module.
 
-    In `writes`, a subclass lists the attributes of the module that it sets. It returns their values
-    from `timesteps_at`. Between batches, the attributes are None. Two callbacks cannot set the same
-    attribute. If one callback sets the density and another sets the weight, both take effect.
+    The module has the attributes `timestep_density` or `timestep_weight`, which are described in
+    `Timesteps`, and uses them in its training_step. The class attribute `writes` of a subclass
+    lists which of them it sets. Its method `timesteps_at` returns their values. Between batches,
+    the module's attributes are None.
+
+    Two callbacks cannot set the same attribute. However, one callback may set the density while
+    another callback sets the weight.
 
     Example:
         >>> class NoisyHalf(TimestepWriter):
@@ -662,19 +688,19 @@ class TimestepWriter(pl.Callback, ABC):
 
     @abstractmethod
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """Values after `step` optimizer steps, the same on all ranks."""
+        """Return the values after `step` optimizer steps. They must be equal on all ranks."""
 
     @abstractmethod
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """Metrics to log after `step` optimizer steps."""
+        """Return the metrics to log after `step` optimizer steps."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise an error if the module lacks an attribute, or if an attribute has two writers."""
+        """Raise ValueError if the module lacks an attribute, or if two callbacks set the same one."""
         name = type(self).__name__
         if missing := [a for a in self.writes if not hasattr(pl_module, a)]:
             raise ValueError(
-                f"{name} needs a module with {' and '.join(self.writes)} (protocols.HasTimesteps), "
-                f"and {type(pl_module).__name__} lacks {' and '.join(missing)}; set it to None in "
+                f"{name} needs a module with {' and '.join(self.writes)}, and "
+                f"{type(pl_module).__name__} lacks {' and '.join(missing)}; set it to None in "
                 "its __init__ and use it in its training_step."
             )
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -688,7 +714,7 @@ class TimestepWriter(pl.Callback, ABC):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Set the attributes; raise ValueError if other code has set them."""
+        """Set the module's attributes. Raise ValueError if other code has set them."""
         step = trainer.global_step
         timesteps = self.timesteps_at(step, pl_module.device)
         for attribute in self.writes:
@@ -704,7 +730,11 @@ class TimestepWriter(pl.Callback, ABC):
             pl_module.log_dict(self.numbers_at(step, pl_module.device))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Reset the attributes to None, also at the end of a run in case a batch was skipped."""
+        """Reset the module's attributes to None, if this callback has set them.
+
+        This hook runs after each batch. It also runs at the end of a fit and after an exception,
+        because a batch may end without its last hook.
+        """
         for attribute, value in self._written._asdict().items():
             if value is not None and getattr(pl_module, attribute) is value:
                 setattr(pl_module, attribute, None)
