@@ -92,7 +92,7 @@ class LoggedLoss(ProgressBar):
 class PlainProgress(LoggedLoss):
     """Prints a line of progress every few seconds, and after the last step and each validation.
 
-    The first line is printed after the first step. Only rank 0 prints. This callback replaces the
+    The first line is printed after the first batch. Only rank 0 prints. This callback replaces the
     Trainer's progress bar.
 
     Args:

@@ -275,7 +275,10 @@ def limited_batches(trainer: pl.Trainer, length: int) -> int:
 
 
 def disable_signal_handlers(trainer: pl.Trainer) -> None:
-    """Prevent Lightning from installing signal handlers, until `enable_signal_handlers` is called."""
+    """Prevent Lightning from installing its signal handlers.
+
+    Call `enable_signal_handlers` to allow it again.
+    """
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
 
 
@@ -695,7 +698,7 @@ class TimestepWriter(pl.Callback, ABC):
         """Return the metrics to log after `step` optimizer steps."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise ValueError if the module lacks an attribute, or if two callbacks set the same one."""
+        """Raise ValueError if the module lacks an attribute, or two callbacks set the same one."""
         name = type(self).__name__
         if missing := [a for a in self.writes if not hasattr(pl_module, a)]:
             raise ValueError(

@@ -256,7 +256,7 @@ def test_an_interrupted_fit_leaves_nothing_on_the_module(tmp_path, where):
 def test_a_module_needs_the_attributes_that_are_written_and_no_others(tmp_path, name):
     make_writer, (density, weight) = WRITERS[name]
     module = PlainModule()
-    with pytest.raises(ValueError, match=r"protocols\.HasTimesteps.*PlainModule lacks"):
+    with pytest.raises(ValueError, match=r"needs a module with timestep_.*PlainModule lacks"):
         make_trainer(tmp_path, make_writer()).fit(module, loader())
     assert module.losses == []
     if density != weight:
