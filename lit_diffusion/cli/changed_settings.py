@@ -1,7 +1,7 @@
 """Apply settings that differ from those of the checkpoint when a run resumes.
 
-Lightning restores optimizers and schedulers as they were saved, so a new lr would have no effect.
-This module writes the changed settings, and nothing else, into the restored state.
+Lightning restores optimizers and schedulers as they were saved, so a new lr in the config would
+have no effect. This module writes the changed settings, and nothing else, into the restored state.
 """
 
 import warnings
@@ -20,10 +20,11 @@ ChangedSettings = Mapping[str, tuple[Any, Any]]
 
 
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
-    """Settings that differ, as {dotted name: (saved value, used value)}.
+    """Return the settings that differ, as {dotted name: (saved value, used value)}.
 
-    For objects of different classes, only the class paths are compared. Settings on only one side
-    are ignored, because a newer version may have added an argument.
+    If an object has a different class, the result has its class path, but not its arguments.
+    Settings that exist on only one side are ignored, because a newer version of the library may
+    have added an argument.
     """
     are_lists = isinstance(saved, list | tuple) and isinstance(used, list | tuple)
     if saved == used or (are_lists and list(saved) == list(used)):  # YAML has no tuples
@@ -46,12 +47,13 @@ def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[A
 class ApplyChangedHyperparameters(Callback):
     """Writes changed settings of optimizers and schedulers into the state that a resume restores.
 
-    If the lr or the schedule has changed, a new schedule is run to the step of the checkpoint, as
-    if it had been used from the first step. Momentum buffers and all other state stay the same.
+    If the lr or the schedule has changed, a new scheduler is stepped until the step of the
+    checkpoint, as if the run had used it from the start. Momentum buffers and all other state stay
+    as they were saved.
 
     Args:
-        changed: changed settings of the module. The last part of each name is an argument of an
-            optimizer (lr, betas); names with "scheduler" belong to the schedule.
+        changed: changed settings of the module. The last part of a name, such as lr or betas, is an
+            argument of the optimizer. A name that contains "scheduler" belongs to the schedule.
     """
 
     def __init__(self, changed: ChangedSettings) -> None:
@@ -60,7 +62,7 @@ class ApplyChangedHyperparameters(Callback):
         self._reschedule = "lr" in self._arguments or any("scheduler" in name for name in changed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Apply the changes to the loaded checkpoint, unless the strategy loads it after this."""
+        """Apply the changes to the checkpoint, if Lightning has already loaded it."""
         if checkpoint := loaded_checkpoint(trainer):
             self._apply(trainer, checkpoint)
         self._new_groups = [_copy_groups(optimizer) for optimizer in trainer.optimizers]
@@ -68,7 +70,7 @@ class ApplyChangedHyperparameters(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Apply the changes to optimizers that the strategy has loaded, as with split weights."""
+        """Apply the changes, if the strategy (such as FSDP) has just loaded the optimizers."""
         if not trainer.strategy.restore_checkpoint_after_setup:
             return
         loaded = [_copy_groups(optimizer) for optimizer in trainer.optimizers]
@@ -89,8 +91,8 @@ class ApplyChangedHyperparameters(Callback):
             is_known = type(scheduler).__module__.startswith(("torch.", "lit_diffusion."))
             if is_known and (damaged := _find_damage(state, scheduler.state_dict())):
                 raise ValueError(
-                    f"{trainer.ckpt_path} has {damaged} in the state of its lr scheduler, which no "
-                    f"{type(scheduler).__name__} saves; resume from another checkpoint."
+                    f"{trainer.ckpt_path} has {damaged} in the state of its lr scheduler, but a "
+                    f"{type(scheduler).__name__} never saves this; resume from another checkpoint."
                 )
         if not self._changed:
             return
@@ -125,7 +127,7 @@ def _update_groups(trainer: Trainer, groups: list[list[dict[str, Any]]]) -> None
 
 
 def _find_damage(saved: Any, new: Any, name: str = "state") -> str | None:
-    """The first value, as "name=value", whose type differs from a new scheduler's; None if none."""
+    """Return "name=value" of the first value with a type that a new scheduler lacks, or None."""
     if name == "lr_lambdas":  # None for a function
         return None
     if isinstance(saved, list | tuple) and isinstance(new, list | tuple):
@@ -135,7 +137,7 @@ def _find_damage(saved: Any, new: Any, name: str = "state") -> str | None:
         return next(filter(None, parts), None)
     types: list[Any] = [int | float, dict, list | tuple]
     is_damaged = any(isinstance(new, each) and not isinstance(saved, each) for each in types)
-    # -1 in SequentialLR: of a schedule that has not begun
+    # SequentialLR saves -1 for a schedule that has not begun.
     is_damaged |= name in ("last_epoch", "_step_count") and not is_count(saved) and saved != -1
     return f"{name}={saved!r:.50}" if is_damaged else None
 

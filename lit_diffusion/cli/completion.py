@@ -1,8 +1,8 @@
 """`lit-diffusion completion`: completion of commands, options and settings in a shell.
 
-The shell calls `lit-diffusion completion --line TEXT` at each TAB. This imports neither torch nor
-jsonargparse, so it is as fast as `--help`. A static script, as shtab writes, could not complete the
-settings of a config that is named on the line.
+The shell calls `lit-diffusion completion --line TEXT` when the user presses TAB. The command
+imports neither torch nor jsonargparse, so it is as fast as `--help`. A static completion script,
+such as shtab generates, could not complete the settings of a config named on the command line.
 """
 
 import os
@@ -47,11 +47,11 @@ compdef _lit_diffusion lit-diffusion""",
 end
 complete -c lit-diffusion -a '(__lit_diffusion)'""",
 }
-"""Shell -> script. Without candidates, the shells complete names of files."""
+"""Shell -> completion script. If there are no candidates, the shell completes file names."""
 
 
 def build_parser() -> Parser:
-    """Options of the command."""
+    """Build the argument parser of the command."""
     parser = Parser(
         "completion",
         """Print a script that completes commands, options and settings of configs at TAB.
@@ -82,9 +82,9 @@ def run(argv: Sequence[str]) -> None:
 
 
 def complete(line: str) -> list[str]:
-    """Candidates for the last word of a command line; none where a file is expected.
+    """Return candidates for the last word of a command line; [] where a file is expected.
 
-    Names of settings are completed up to the next dot, and end with "=".
+    The name of a setting is completed up to the next dot. A complete name ends with "=".
 
     Example:
         >>> complete("lit-diffusion fet")
@@ -148,7 +148,7 @@ def _settings(value: Any, name: str = "") -> Iterator[str]:
 
 
 def _choices(words: Sequence[str], option: str) -> list[str]:
-    """Values of an option, or of positional arguments, that has a list of choices."""
+    """Return the choices of an option or, if `option` is not one, of positional arguments."""
     parser = _parser(words)
     actions = parser.actions if parser else []
     is_option = option.startswith("-")

@@ -22,7 +22,7 @@ KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-une
 
 
 def build_parser(name: str = "") -> Parser:
-    """Options of `convert export` or `convert import`, or the help of `convert` itself."""
+    """Build the parser of `convert export` or `convert import`, or of `convert` (no name)."""
     builders = {"export": _export_parser, "import": _import_parser}
     return builders[name]() if name in builders else Parser("convert", DESCRIPTION)
 
@@ -35,9 +35,9 @@ def _export_parser() -> Parser:
     safetensors  network.safetensors, and network.json, which says how to build the network;
                  lit_diffusion.interchange.load_network(DIR) reads both with torch alone, and
                  other commands accept DIR as a checkpoint
-    diffusers    a folder for DDPMPipeline.from_pretrained (UNet) or DiTPipeline (DiT); a
-                 model that diffusers cannot express is refused. If diffusers is installed,
-                 images from two seeds show whether the pipeline reproduces the run
+    diffusers    a folder for DDPMPipeline.from_pretrained (UNet) or DiTPipeline (DiT). A
+                 model that diffusers cannot express raises an error. If diffusers is
+                 installed, the pipeline's images of two seeds are compared with the run's
 
 Both write README.md, a model card for the Hugging Face Hub with the FIDs of the run, unless there
 is one already.""",
@@ -115,21 +115,21 @@ def export(
     """Write the network of a checkpoint, with a model card.
 
     Args:
-        checkpoint: file, run folder, exported folder, or name of a packaged model.
+        checkpoint: checkpoint file, run folder, exported folder, or name of a packaged model.
         folder: folder to write.
-        weights: as in `checkpoints.load`.
-        form: "safetensors" (`interchange.exported`) or "diffusers" (`diffusers_folder`).
-        vae: folder of the AutoencoderKL of a latent DiT, in the form "diffusers".
-        trust: as in `checkpoints.load`.
-        compare: whether to generate images of two seeds with the diffusers pipeline and with the
-            run.
+        weights: "ema", "raw", "ema_<decay>" or "power_<width>", as in `checkpoints.load`.
+        form: "safetensors" (see `interchange.exported`) or "diffusers" (see
+            `interchange.diffusers_folder`).
+        vae: folder of the AutoencoderKL to include with a latent DiT in the form "diffusers".
+        trust: packages and folders that the checkpoint may name, as in `checkpoints.load`.
+        compare: whether to compare the diffusers pipeline with the run, on images of two seeds.
         dtype: one of `DTYPES`, for the weights in the form "safetensors". None keeps their dtypes.
         license: license of the weights in the model card. None omits the license.
         name: name of the model in the model card. None means the name of `folder`.
         notes: Markdown to add to the model card.
 
     Returns:
-        Lines for the user.
+        Text that says what was written.
 
     Raises:
         ValueError: if the checkpoint does not describe its network, or diffusers does not support
@@ -153,7 +153,7 @@ def export(
     network = getattr(loaded.module, "network", None)
     if not isinstance(network, nn.Module) or not isinstance(spec["init_args"].get("network"), dict):
         raise ValueError(
-            f"{loaded.path} does not say of which class and arguments its network is; export a run "
+            f"{loaded.path} does not record the class and arguments of its network; export a run "
             "of a config whose model has a network."
         )
     record = module_record(spec) | {"step": loaded.step, "weights": loaded.weights}
@@ -212,4 +212,4 @@ def _import(options: Sequence[str]) -> None:
     options = f"--config {args.out}/model.yaml --init_weights {args.out}"
     fit = f"lit-diffusion fit --config CONFIG {options}"
     atomic_write_text(Path(args.out) / "model.yaml", f"# {fit}\n{model}")
-    print(f"To train it on, over a config of process, loss and data: {fit}")
+    print(f"To train it further, with a CONFIG of process, loss and data: {fit}")

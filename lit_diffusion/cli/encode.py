@@ -8,7 +8,7 @@ from lit_diffusion.signals import print_error, raise_on_signals
 
 
 def build_parser() -> Parser:
-    """Options of the command."""
+    """Build the argument parser of the command."""
     parser = Parser(
         "encode",
         """Encode a folder of images with a VAE, to train on the latents.
@@ -18,9 +18,9 @@ def build_parser() -> Parser:
     torchrun --nproc-per-node=8 --no-python lit-diffusion encode ...
 
 Images are labeled by their class folders, and resized and cropped as ImageFolder(strict=False)
-does. The output folder gets index.json and shards. A shard is complete or not there: if the command
-is stopped, repeat it to encode the rest. The processes of torchrun or srun divide the shards. The
-folder of the VAE is one that AutoencoderKL.save_pretrained of diffusers has written.""",
+does. The output folder gets index.json and shards. Each shard is written completely or not at all.
+If the command is stopped, repeat it to encode the rest. The processes of torchrun or srun divide
+the shards. --vae is a folder that AutoencoderKL.save_pretrained of diffusers has written.""",
     )
     add = parser.add_argument
     add("--images", required=True, metavar="DIR", help="folder of images")

@@ -16,9 +16,9 @@ from lit_diffusion.signals import print_error
 
 
 def launcher_rank_and_world_size() -> tuple[int, int]:
-    """Rank and number of processes started by torchrun or srun; needs no process group.
+    """Return the rank and world size from the environment variables of torchrun or srun.
 
-    The batch script of a SLURM job counts as one process, whatever the job's number of tasks.
+    A batch script of SLURM without srun counts as one process, even if the job has several tasks.
     """
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -30,7 +30,9 @@ def launcher_rank_and_world_size() -> tuple[int, int]:
 def plan_shards(
     images: ImageFolder, codec: VAECodec, folder: Path, shard_size: int, flips: bool
 ) -> LatentIndex:
-    """Write the index of a folder of latents, or check the existing one; may add flips to it.
+    """Write the index of a folder of latents, or check that the existing index fits.
+
+    If `flips` is set, but the existing index has no flips, they are added to it.
 
     Raises:
         ValueError: if the folder has latents of different images or from a different VAE. The

@@ -1,4 +1,4 @@
-"""`lit-diffusion evaluate`: FID, KID, precision, recall and Inception score by torch-fidelity."""
+"""`lit-diffusion evaluate`: FID, KID, precision, recall and IS, computed by torch-fidelity."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ WITH_IMAGES = {
 
 
 def build_parser() -> Parser:
-    """Options of the command."""
+    """Build the argument parser of the command."""
     parser = Parser(
         "evaluate",
         """Score a checkpoint, or a folder of images, against real images.
@@ -41,17 +41,17 @@ computes the scores from PNG files. Compare only scores of equal numbers of imag
     )
     add_checkpoint(parser, required=False)
     add = parser.add_argument
-    text = """folder of images to score instead of generated ones; then --checkpoint or --data
-        names the real data"""
+    text = """folder of images to score instead of generated ones; --reference, --checkpoint or
+        --data then says what the real images are"""
     add("--images", metavar="DIR", help=text)
     text = """real images: train, val (default) or test split of the data of the run, a folder, or
         an .npz; for latents, the default is the reference of the run's FID"""
     add("--reference", metavar="R", help=text)
     add_data(parser)
     text = """network of the FID: inception-v3-compat, digits-cnn, ... or a file written by
-        `train-extractor` (default: that of the run, else inception-v3-compat)"""
+        `train-extractor` (default: the run's network, else inception-v3-compat)"""
     add("--extractor", metavar="NAME", help=text)
-    text = "number of images to generate (default: that of the real images)"
+    text = "number of images to generate (default: as many as there are real images)"
     add("--num", type=integer, metavar="N", help=text)
     add("--out", metavar="DIR", help="folder for the generated images (default: they are deleted)")
     text = "score EMA weights of these relative widths on the same seeds; needs PowerEMA in the run"

@@ -46,21 +46,21 @@ from lit_diffusion.signals import print_error
 class EvaluationOptions:
     """Options of `lit-diffusion evaluate`: images to score, real images, and FID protocol."""
 
-    sampling: SamplingOptions  # how to generate images; its checkpoint's run has data and protocol
+    sampling: SamplingOptions  # generation; the run of its checkpoint has the data and protocol
     images: str | None = None  # folder of images to score; None generates images
     num: int | None = None  # number of images to generate; None for the number of real images
     out: str | None = None  # folder for the generated images; None for a temporary one
     reference: str | None = None  # real images: argument of `real_images`
     data: Sequence[str] | None = None  # configs with the data, instead of the run's config
-    extractor: str | None = None  # FID protocol; None for that of the run
+    extractor: str | None = None  # FID protocol; None for the run's protocol
 
 
 def evaluate(options: EvaluationOptions) -> dict[str, Any]:
     """Generate images, unless a folder of images is passed, and score them.
 
     Returns:
-        Plain builtins for JSON: the scores of `metrics.score`, the FID of real images (the floor),
-        auxiliary metrics, and a record of how the images were generated.
+        A record for JSON: the scores of `score_features`, the FID of real images in place of
+        samples (the floor), auxiliary metrics, and how the images were generated.
     """
     sampling = options.sampling
     device = usable_device(sampling.device)
@@ -127,16 +127,22 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[str, Any]:
-    """Score averages of several relative widths on the same seeds, and plot FID against width.
+    """Score EMA weights of several relative widths on the same seeds, and plot FID against width.
 
-    Each record is immediately appended to ema-curve.jsonl in the run folder, for `compare`.
+    As soon as a width is scored, its record is appended to ema-curve.jsonl in the run folder, which
+    `lit-diffusion compare` reads.
+
+    Args:
+        options: how to generate and score images.
+        widths: relative widths of `PowerEMA`.
 
     Returns:
-        Records by width, the best width, and the paths of figure and records.
+        A record for JSON: the records by width, the best width, and the paths of the figure and of
+        ema-curve.jsonl.
 
     Raises:
-        ValueError: before any scoring, if --out or --weights is set, or if a width cannot be
-            reconstructed from the run.
+        ValueError: if --out or --weights is set, or if a width cannot be reconstructed from the
+            run. The error is raised before any width is scored.
     """
     sampling = options.sampling
     if options.out:

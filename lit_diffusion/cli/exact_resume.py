@@ -1,7 +1,7 @@
-"""Make a resumed run end exactly like an uninterrupted run, where Lightning alone does not.
+"""Restore the state that Lightning omits, so that a resumed run ends like an uninterrupted run.
 
-Like `fit`, this file uses private names of Lightning. A test asserts that each name exists with the
-expected signature, as for `callbacks.trainer_state`.
+This file uses private names of Lightning. A test asserts that each of these names exists and has
+the expected signature.
 """
 
 import os
@@ -51,34 +51,44 @@ _OMITTED_ATTRIBUTES = (
 class ExactResume(AccumulationTracker, Callback):
     """Saves and restores what Lightning omits, and marks checkpoints that do not resume exactly.
 
-    Five things are missing in Lightning. It does not call `on_train_epoch_start` in a resumed
-    epoch, where GradientAccumulationScheduler sets its factor. It updates ReduceLROnPlateau after
-    the hooks in which checkpoints are saved, and not at all at the end of an interrupted epoch. It
-    does not save `callback_metrics`, which ReduceLROnPlateau, ModelCheckpoint and EarlyStopping
-    read. It does not save all of the state of ModelCheckpoint. It continues to train if
-    EarlyStopping has stopped a fit that was then killed before its end, or that is started again.
+    The callback makes up for five gaps in Lightning:
 
-    The files metrics.csv and evaluations.jsonl stay consistent with the checkpoint. All rows of its
-    step are on disk before it is written, and a resume deletes the rows of later steps. Training
-    images are counted correctly even if a resume changes the batch size.
+    - In a resumed epoch, Lightning does not call `on_train_epoch_start`, in which
+      GradientAccumulationScheduler sets the number of accumulated batches.
+    - Lightning updates ReduceLROnPlateau after the hooks in which checkpoints are saved. At the end
+      of an epoch that was interrupted, Lightning does not update it.
+    - Lightning does not save `callback_metrics`, which ReduceLROnPlateau, ModelCheckpoint and
+      EarlyStopping read.
+    - Lightning saves only a part of the state of ModelCheckpoint.
+    - If EarlyStopping has stopped a fit, and the fit is then killed before its end, or is started
+      again, Lightning trains further.
 
-    Checkpoints that callbacks other than `LastCheckpoint` save may be marked. A checkpoint between
-    accumulated batches lacks their gradients, and resuming from it raises an error. A resume from a
-    checkpoint before the validation of its step skips this validation. After a resume from a
-    checkpoint at the end of an epoch, Lightning counts a step twice in its logs. A resume from
-    these two kinds prints a warning. You can use all marked checkpoints for sampling.
+    The files metrics.csv and evaluations.jsonl stay consistent with a checkpoint. All rows of the
+    checkpoint's step are on disk before the checkpoint is written, and a resume deletes the rows of
+    later steps. Training images are counted correctly even if a resume changes the batch size.
 
-    List this callback after other callbacks, because GradientAccumulationScheduler must start from
-    a factor of 1.
+    A run may not resume exactly from a checkpoint of a callback other than `LastCheckpoint`. In the
+    following cases, the checkpoint is marked. It can still be used for sampling:
+
+    - A checkpoint that was saved between accumulated batches lacks their gradients. A resume from
+      it raises an error.
+    - A checkpoint may have been saved before the validation of its step. A resume from it skips
+      this validation and prints a warning.
+    - A checkpoint may have been saved at the end of an epoch. After a resume from it, Lightning
+      counts a step twice in its logs. The resume prints a warning.
+
+    List this callback after GradientAccumulationScheduler. That callback's `on_train_start` raises
+    an error unless the number of accumulated batches is still 1, and this callback's
+    `on_train_start` changes this number.
 
     Attributes:
-        image_count: image count of the fit, which `count_training_images` reads.
+        image_count: count of the training images of the fit, for `count_training_images`.
     """
 
     def __init__(self) -> None:
         self.image_count: ImageCount | None = None
         self._metrics: dict[str, Tensor] = {}
-        self._stopped_early: object = None  # why EarlyStopping has stopped the fit, in words
+        self._stopped_early: object = None  # message of EarlyStopping, if it has stopped the fit
         self._model_checkpoint_states: dict[str, Any] = {}
 
     def on_save_checkpoint(
@@ -106,14 +116,14 @@ class ExactResume(AccumulationTracker, Callback):
             checkpoint["callback_metrics"] = {name: metrics[name].cpu() for name in sorted(metrics)}
 
     def _why_inexact(self, trainer: Trainer) -> str | None:
-        """When the checkpoint is saved, as a phrase; None if a resume from it is exact."""
+        """Return a phrase that says when the checkpoint is saved; None if it resumes exactly."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
         if self.is_accumulating(trainer):
             if epochs.completed == epochs.ready:  # in on_train_end
-                return "after batches whose optimizer step was still to come, and does not come"
+                return "after accumulated batches whose optimizer step is never made"
             return BETWEEN_BATCHES
         if is_batch_ending(trainer) and validation_follows(trainer):
-            return "before the validation of its step, which is left out"
+            return "before the validation of its step, which the resume skips"
         if epochs.completed < epochs.processed:  # in on_train_epoch_end
             return "at the end of an epoch, after which Lightning counts a step twice"
         return None
@@ -126,13 +136,13 @@ class ExactResume(AccumulationTracker, Callback):
         if reason == BETWEEN_BATCHES:
             raise ValueError(
                 f"{trainer.ckpt_path} was saved {reason}, whose gradients are in no file; resume "
-                "from checkpoints/last.ckpt, and save others at whole steps: "
-                "trainer.val_check_interval must be a multiple of accumulate_grad_batches."
+                "from checkpoints/last.ckpt. To save other checkpoints at whole steps, set "
+                "trainer.val_check_interval to a multiple of accumulate_grad_batches."
             )
         if reason is not None:
             rank_zero_warn(
-                f"{trainer.ckpt_path} was saved {reason}, so the resume is not bit-exact. It is "
-                "from other checkpoints, such as checkpoints/last.ckpt of an interrupted run."
+                f"{trainer.ckpt_path} was saved {reason}, so the resume is not bit-exact. Other "
+                "checkpoints, such as last.ckpt of an interrupted run, resume bit-exactly."
             )
         self.image_count = parse_image_count(checkpoint.get("images_seen"))
         self._metrics = dict(checkpoint.get("callback_metrics", {}))
@@ -178,7 +188,7 @@ class ExactResume(AccumulationTracker, Callback):
             rank_zero_info(f"This run was stopped early: {self._stopped_early} {fix}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make Lightning end a resumed epoch like any other, since its metrics are restored."""
+        """Clear the restart flag, so that Lightning updates ReduceLROnPlateau in this epoch."""
         trainer.fit_loop._restarting = False
 
 
@@ -261,7 +271,7 @@ def _file_exists(obsolete: set[str], file_exists: Any, path: str, trainer: Train
 
 
 def completed_epochs(checkpoint: Mapping[str, Any]) -> int:
-    """Number of epochs that a checkpoint has completed; 0 if it does not say."""
+    """Number of epochs that a checkpoint has completed; 0 if it does not record them."""
     try:
         loop = checkpoint["loops"]["fit_loop"]
         ended = loop["epoch_loop.batch_progress"]["is_last_batch"]
@@ -271,5 +281,5 @@ def completed_epochs(checkpoint: Mapping[str, Any]) -> int:
 
 
 def save_interval(callback: ModelCheckpoint) -> int:
-    """Optimizer steps between saves of a ModelCheckpoint; 0 if it does not save by steps."""
+    """Number of steps between saves of a ModelCheckpoint; 0 if it does not save every N steps."""
     return callback._every_n_train_steps

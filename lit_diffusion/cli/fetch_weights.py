@@ -6,7 +6,7 @@ from lit_diffusion.cli.options import Parser
 
 
 def build_parser() -> Parser:
-    """Options of the command."""
+    """Build the argument parser of the command."""
     parser = Parser(
         "fetch-weights",
         """Download the Inception weights of torch-fidelity (96 MB), and check their SHA-256.

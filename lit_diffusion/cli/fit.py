@@ -1,6 +1,6 @@
 """`lit-diffusion fit | validate | test | predict`: help and quick checks of the command line.
 
-`cli.fitting` imports torch and Lightning after these checks, because that takes seconds.
+After these checks, `cli.fitting` imports torch and Lightning, which takes seconds.
 """
 
 import ast
@@ -52,16 +52,16 @@ HELP = {
                           precision, default_root_dir (the run folder), ...
   --trainer.callbacks.EMA.decays=[0.999]  argument of a callback
   --trainer.callbacks.EMA=null            remove it; callbacks+=EMA adds one
-  --ckpt_path PATH        resume from a file, or last: that of the run folder;
-                          last-or-none starts if there is no checkpoint yet
+  --ckpt_path PATH        resume from this file, or last: the run's last.ckpt;
+                          last-or-none starts anew if there is no last.ckpt
   --init_weights PATH     start from weights: CKPT, CKPT:raw, export, digits
-  --float32_precision P   tf32: faster float32 on a GPU, 10 bits, or ieee: 23
+  --float32_precision P   on a GPU: tf32 (10-bit mantissa, faster), ieee (23)
   --seed_everything N     seed (default 0){_LAST}""",
     "validate": f"""Compute the loss and metrics of a checkpoint on the validation split.
 
     lit-diffusion validate --ckpt_path runs/digits/checkpoints/last.ckpt
 {_OF_CHECKPOINT}""",
-    "test": f"""Compute the loss and metrics on the test split, else on the validation split.
+    "test": f"""Compute the loss and metrics on the test split, or on the validation split if none.
 
     lit-diffusion test --ckpt_path runs/digits/checkpoints/last.ckpt
 {_OF_CHECKPOINT}""",
@@ -80,8 +80,8 @@ def run(argv: Sequence[str]) -> None:
     """Run a command line whose first word is fit, validate, test or predict.
 
     Raises:
-        ValueError: for a wrong option or config, a run folder that contains another run, or a
-            checkpoint that does not fit.
+        ValueError: if an option or the config is wrong, if the run folder contains another run, or
+            if the checkpoint does not fit the config.
     """
     command, *options = argv
     if {"-h", "--help", "--help=all"} & set(options):
@@ -122,7 +122,7 @@ def _refuse_wrong_options(options: Sequence[str]) -> None:
 
 @cache
 def trainer_arguments() -> list[str]:
-    """Names of the arguments of Lightning's Trainer, read from its source without an import."""
+    """Return the names of the arguments of Lightning's Trainer, read from its source file."""
     package = find_spec("lightning")
     assert package is not None
     assert package.submodule_search_locations is not None
@@ -143,7 +143,7 @@ def missing_model(request: Request) -> ValueError:
 
 
 def _refuse_incomplete(request: Request) -> None:
-    """Raise an error for a missing config, model or checkpoint, or the folder of another run."""
+    """Raise an error if config, model or checkpoint is missing, or the folder has another run."""
     for config in request.configs:
         if not os.path.exists(config):
             if ":" in config:  # YAML instead of a file, for jsonargparse to read
@@ -159,7 +159,8 @@ def _refuse_incomplete(request: Request) -> None:
         )
     if request.checkpoint is None and "model" not in names:
         raise missing_model(request)
-    # `fitting` does this again with the whole config. Other processes of a run may start late.
+    # `fitting` repeats this check with the whole config. Processes with a rank skip it here: one
+    # that starts late would find files of its own run.
     ranks = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
     is_alone = not any(rank in os.environ for rank in ranks)
     may_be_dry = "fast_dev_run" in str((request.options, settings))

@@ -80,8 +80,8 @@ def run_request(request: Request) -> None:
     """Run a command line.
 
     Raises:
-        ValueError: for a wrong config, a run folder that contains another run, or a checkpoint
-            that does not fit.
+        ValueError: if the config is wrong, if the run folder contains another run, or if the
+            checkpoint does not fit the config.
     """
     if request.requeued:
         rank_zero_only(print)(requeue_line(request), file=sys.stderr)
@@ -98,7 +98,8 @@ class RunCLI(LightningCLI):
 
     Args:
         request: the command line.
-        stack: contexts to leave at the end of the run; the lock of the run folder is added.
+        stack: exit stack of the caller. The lock of the run folder is added to it, so that the lock
+            is held until the stack is closed.
     """
 
     def __init__(self, request: Request, stack: ExitStack) -> None:
@@ -124,19 +125,19 @@ class RunCLI(LightningCLI):
             "usage": f"lit-diffusion {request.command} --config FILE [options]",
             **strict,
         }
-        of_all = {"prog": "lit-diffusion", "formatter_class": _HelpFormatter, **strict}
+        common = {"prog": "lit-diffusion", "formatter_class": _HelpFormatter, **strict}
         super().__init__(
             save_config_callback=RunConfig,
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            parser_kwargs={**of_all, request.command: command_kwargs},
+            parser_kwargs={**common, request.command: command_kwargs},
             args=self._arguments(),
         )
 
     # Parsing
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the requested command, because building the parsers of all commands is slow."""
+        """Return only the requested command, because building all parsers is slow."""
         return {self.request.command: LightningCLI.subcommands()[self.request.command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -145,7 +146,7 @@ class RunCLI(LightningCLI):
         parser.add_argument("--tuned_on", type=str | None, help=text)
         kind, text = Literal[FLOAT32_PRECISIONS], " ".join(FLOAT32_PRECISION_HELP.split())
         parser.add_argument("--float32_precision", type=kind | None, help=text)
-        text = "start from the weights of another run that fit: CKPT, CKPT:raw, CKPT:ema, an export"
+        text = "start from all weights of another run that fit: CKPT, CKPT:raw, CKPT:ema, an export"
         parser.add_argument("--init_weights", type=str | None, help=text)
 
     def _arguments(self) -> list[str]:
@@ -188,9 +189,9 @@ class RunCLI(LightningCLI):
             raise ValueError(message) from error
 
     def _parse_ckpt_path(self) -> None:
-        """Log the settings that differ from the checkpoint's.
+        """Complete the parsed config, and log the settings that differ from the checkpoint.
 
-        Replaces Lightning's method, which would parse the model of the checkpoint after the config.
+        Replaces a method of Lightning, which would let the checkpoint's model override the config.
         """
         settings = self.config[self.request.command]
         strategy = settings["trainer"]["strategy"]
@@ -216,7 +217,7 @@ class RunCLI(LightningCLI):
 
     @property
     def writes(self) -> bool:
-        """Whether this is a fit without `fast_dev_run`, which writes into the run folder."""
+        """Whether the command writes into the run folder: a fit without `fast_dev_run`."""
         return self.is_fit and not self.config_dump["trainer"]["fast_dev_run"]
 
     def before_instantiate_classes(self) -> None:
@@ -247,12 +248,12 @@ class RunCLI(LightningCLI):
                 if self.request.requeued or self.request.repeated:
                     print_error(f"{text}: the run is finished.")
                     raise SystemExit(0)
-                raise ValueError(f"{text}; raise that to train on.")
+                raise ValueError(f"{text}; raise {setting} to train further.")
 
     # Building
 
     def instantiate_classes(self) -> None:
-        """Build model, data and Trainer; store class paths and arguments as hyperparameters."""
+        """Build model, data and Trainer, and store class paths and arguments as hyperparameters."""
         set_float32_precision(self.config_dump["float32_precision"])
         try:
             with limit_parameters(self._weights) if self._weights else nullcontext():
@@ -311,8 +312,8 @@ class RunCLI(LightningCLI):
     def _loggers(self, loggers: Any) -> Any:
         """Loggers of the config (default TensorBoard) and metrics.csv, for a fit.
 
-        Other commands have only the loggers of the config. These come first, because `self.logger`
-        of a module is the first logger.
+        Other commands have only the loggers of the config. Loggers of the config come first,
+        because `self.logger` of a module is the first logger.
         """
         root = self.request.root
         if loggers is None or loggers is True:
@@ -325,10 +326,10 @@ class RunCLI(LightningCLI):
         return [*as_list, AppendingCSVLogger(root)]
 
     def _callbacks(self, config: Any) -> list[Callback]:
-        """The callbacks of the run; ValueError if the command could not give useful results."""
+        """Return the callbacks; raise ValueError if the command would give no useful results."""
         shows_progress = config.enable_progress_bar is not False
         callbacks = with_defaults(config.callbacks, fits=self.is_fit, shows_progress=shows_progress)
-        # Metrics of raw weights must not be mistaken for those of the averages in the file.
+        # Metrics of raw weights must not be mistaken for metrics of the averages in the file.
         if not self.is_fit and self._has_averages and not contains(callbacks, WeightsProvider):
             raise ValueError(
                 f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
@@ -496,13 +497,16 @@ def _failed_init(error: BaseException) -> str:
 
 
 def explain(error: BaseException, request: Request, untrained: bool) -> ValueError | None:
-    """A readable error for a checkpoint or setting that torch or Lightning could not use, or None.
+    """Explain an error that a checkpoint or setting has caused in torch or Lightning.
 
     Args:
         error: error that ended a run.
         request: the command line.
-        untrained: whether no step was made since the checkpoint. If so, an error of an optimizer is
-            attributed to its restored state.
+        untrained: whether the run has made no step since it loaded the checkpoint. If so, an error
+            in an optimizer is attributed to the state of the optimizer in the checkpoint.
+
+    Returns:
+        A readable error, or None for an error with another cause.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
@@ -524,7 +528,7 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
         elif changed_settings.__name__ in modules:
             return None
         return ValueError(f"{request.checkpoint} cannot be restored: {message}")
-    in_constructor = frames[-1].f_code.co_name == "__init__"  # compares what may be null
+    in_constructor = frames[-1].f_code.co_name == "__init__"  # may compare a null setting
     is_mistake = in_constructor or is_user_error(error, ("torch",))
     if is_within(modules[-1], ["torch.optim"]) and is_mistake:
         return ValueError(f"model.optimizer or model.lr_scheduler: {message}")

@@ -1,4 +1,4 @@
-"""Generate images from a checkpoint with the labels, solver, guidance and edits of the options."""
+"""Generate images from a checkpoint, with options for labels, solver, guidance and editing."""
 
 from argparse import ArgumentError
 from collections.abc import Sequence
@@ -40,12 +40,17 @@ class ImageGenerator:
     Attributes:
         loaded: the module, with the path, step and weights of its checkpoint.
         options: how to generate images.
-        labels: classes of the images, repeated in turn; None derives them from the seeds.
-        condition: labels or encoded prompts, N rows repeated in turn; None as for labels.
+        labels: class labels. Image i gets `labels[i % len(labels)]`. None derives each label from
+            the seed of the image.
+        condition: labels or encoded prompts in N rows. Image i gets row i % N. None derives the
+            condition from the seeds.
         class_names: names of the classes; empty if the checkpoint has none.
-        init: (N, C, H, W) uint8 images to edit, repeated in turn; None starts from noise.
-        mask: (1, 1, h, w) float in the size of x0, 1 where `init` is preserved; None edits all.
-        guided_by: record of the model of --weaker or --classifier; None without one.
+        init: (N, C, H, W) uint8 images to edit. Image i starts from `init[i % N]`. None starts from
+            noise.
+        mask: (1, 1, h, w) float with the height and width of x0. It is 1 where `init` is preserved.
+            None edits the whole image.
+        guided_by: checkpoint, step and weights of the model of --weaker or --classifier, for
+            samples.json; None if there is no such model.
     """
 
     loaded: LoadedModule
@@ -58,7 +63,10 @@ class ImageGenerator:
     guided_by: dict[str, Any] | None = None
 
     def generate(self, numbers: Sequence[int]) -> Tensor:
-        """Images (N, C, H, W) uint8 on the CPU. Each image depends only on its own number."""
+        """Generate the images with these numbers, as (N, C, H, W) uint8 on the CPU.
+
+        The seed, condition and initial image of an image depend only on its own number.
+        """
         module: Any = self.loaded.module
         seeds = [self.options.seed + i for i in numbers]
         num_rows = len(self.options.prompt or self.labels or "-")
@@ -114,8 +122,8 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 
     Args:
         options: how to generate images.
-        check: whether to check that solver and guidance fit each other; False if the caller will
-            set other solvers.
+        check: whether to check that the solver, process, guidance and loss fit each other. False if
+            the caller will replace the solver.
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
@@ -159,12 +167,15 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 
 
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
-    """Parse --labels: numbers or names of classes. Only names if a number could mean either.
+    """Parse --labels, which has numbers or names of classes.
+
+    If the name of a class is a number other than the label of the class, a number in `text` would
+    be ambiguous, and only names are accepted.
 
     Args:
-        text: value of the option, separated by commas; -1 means no class.
+        text: value of the option: numbers or names, separated by commas. -1 means no class.
         num_classes: number of classes of the model; None for a model without classes.
-        names: names of the classes; empty if they have none.
+        names: names of the classes; empty if the classes have no names.
 
     Example:
         >>> read_labels("dog,-1,0", 2, ["cat", "dog"]), read_labels("5", 2, ["3", "5"])
@@ -199,7 +210,10 @@ def _encode_prompts(module: Any, prompts: Sequence[str]) -> Condition:
 
 
 def parse_solver(text: str) -> dict[str, Any]:
-    """Class path and arguments of a solver from YAML, a class path, or a name in any case."""
+    """Return the class path and arguments of a solver that is given as YAML, class path or name.
+
+    A name may be written in any case.
+    """
     spec = {"class_path": text}
     if text.lstrip().startswith("{"):
         with suppress(yaml.YAMLError, ValueError):  # also an integer of thousands of digits
@@ -227,8 +241,9 @@ def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
 def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
-    Other arguments come from the checkpoint. A solver of a different class inherits only `steps`,
-    `clip` and `times`, if it has these arguments. DDPM gets the variance that the loss trains.
+    Other arguments come from the solver in the checkpoint. If --solver names a different class, it
+    inherits only `steps`, `clip` and `times`, as far as it has these arguments. If --solver is DDPM
+    without a variance, the variance is `LearnedRange` if the loss trains it, and else `FixedSmall`.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)
@@ -263,7 +278,11 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
 
 
 def editing_solver(module: Any, options: SamplingOptions) -> Any:
-    """The solver to use: RePaint for --mask, for --init its last steps, else the module's."""
+    """Return the solver that generates or edits the images.
+
+    With --mask, this is RePaint with the steps of the module's solver. With --init alone, this is
+    the module's solver without its first steps. Otherwise, this is the module's solver.
+    """
     if options.init is None:
         return module.solver
     if options.mask:
@@ -281,14 +300,16 @@ def build_guidance(
     """Build the guidance of --guidance, --weaker and --classifier.
 
     Args:
-        module: module to guide, on its device and with its final solver.
-        options: options with `changes_guidance`.
+        module: module to guide. It must be on its device and have its final solver.
+        options: options that change the guidance.
 
     Returns:
-        The guidance, and a record of its second model, or None without one.
+        The guidance, which is None for classifier-free guidance with a scale of 1. Also a record of
+        the model of --weaker or --classifier; None if there is no such model.
 
     Raises:
-        ValueError: if the module does not support the guidance, or the second model does not fit.
+        ValueError: if the module does not support the guidance, or if the model of --weaker or
+            --classifier does not fit the module.
     """
     scale = options.guidance
     interval = {"interval": options.guidance_interval} if options.guidance_interval else {}
@@ -318,7 +339,7 @@ def build_guidance(
 def _load_guiding_model(
     kind: str, source: str, module: Any, options: SamplingOptions
 ) -> tuple[Any, dict[str, Any]]:
-    """Load the model of --weaker or --classifier to the module's device; also its record."""
+    """Load the model of --weaker or --classifier to the module's device; also return its record."""
     path, weights = split_weights_suffix(source)
     loaded = load_module(path, weights or options.weights, trust=options.trust)
     if kind == "classifier" and not isinstance(loaded.module, NoisyClassifier):

@@ -14,7 +14,10 @@ GAP = 8
 
 
 def tile(images: Tensor, width: int) -> Image.Image:
-    """Arrange (N, C, H, W) uint8 in a grid about `width` pixels wide, at most twice that."""
+    """Arrange images (N, C, H, W) uint8 in a grid that is about `width` pixels wide.
+
+    A picture that is wider or higher than `2 * width` pixels is scaled down to this size.
+    """
     picture: Image.Image = to_pil_image(image_grid(images, width=width)).convert("RGB")
     picture.thumbnail((2 * width, 2 * width))
     return picture
@@ -31,7 +34,7 @@ def text_image(text: str) -> Image.Image:
 
 
 def table(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
-    """Arrange rows of equal length in a table on white, each picture centered in its cell."""
+    """Arrange rows of pictures in a table on white. Each picture is centered in its cell."""
     widths = [max(picture.width for picture in column) + GAP for column in zip(*rows, strict=True)]
     heights = [max(picture.height for picture in row) + GAP for row in rows]
     whole = Image.new("RGB", (sum(widths), sum(heights)), "white")

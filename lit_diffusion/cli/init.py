@@ -13,10 +13,10 @@ from lit_diffusion.config.shipped import shipped_configs
 from lit_diffusion.files import atomic_write_text, check_regular
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
-"""Names of image files, as in `data.image_folder`, whose import takes seconds."""
+"""Extensions of image files, as in `data.image_folder`, whose import would take seconds."""
 
 UNWRITABLE = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]"
-"""Characters that a path in a YAML file cannot have; a byte that is not UTF-8 is a surrogate."""
+"""Characters that YAML does not allow. Python decodes bytes that are not UTF-8 as surrogates."""
 
 OF_A_CLASS = " For images of the first class, with guidance, add `--labels 0 --guidance 2`."
 
@@ -74,7 +74,7 @@ If a GPU runs out of memory, halve `batch_size`. If samples stay blurred, train 
 
 
 def build_parser() -> Parser:
-    """Options of the command."""
+    """Build the argument parser of the command."""
     methods = sorted(file.stem for file in (shipped_configs() / "methods").glob("*.yaml"))
     parser = Parser(
         "init",
@@ -107,8 +107,7 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         FileExistsError: if the folder has a config or a README already.
         FileNotFoundError: if there is no folder of images.
-        ValueError: if a size or path is wrong, or if the data module would raise an error for the
-            images.
+        ValueError: if a size or path is wrong, or if the data module could not use the images.
     """
     args = build_parser().parse_args(argv[1:])
     if not args.folder:
@@ -153,9 +152,8 @@ def count_images(root: Path) -> tuple[int, list[str]]:
 
     Raises:
         FileNotFoundError: if the folder does not exist.
-        ValueError: if the folder has fewer than four images (two are held out), an empty class
-            folder, or images in no class folder. `ImageFolder` would raise an error for these
-            later.
+        ValueError: if the folder has fewer than four images (at least two are held out), an empty
+            class folder, or images both inside and outside of class folders.
     """
     if not root.is_dir():
         raise FileNotFoundError(
@@ -181,7 +179,7 @@ def count_images(root: Path) -> tuple[int, list[str]]:
 
 
 def _class_of_images(root: Path) -> Iterator[str]:
-    """Yield the class folder of each image that `ImageFolder` finds; "." is the root."""
+    """Yield the class folder of each image that `ImageFolder` finds; "." for images in the root."""
     for folder, subfolders, names in os.walk(root, followlinks=True):
         visible = (name for name in subfolders if name[0] != ".")
         subfolders[:] = [name for name in visible if not _leads_back(Path(folder, name))]
@@ -199,12 +197,12 @@ def _leads_back(path: Path) -> bool:
 def build_config(
     images: Path, folder: Path, num: int, size: int, has_classes: bool, method: str
 ) -> str:
-    """The text of a config: configs/folder-small.yaml with other values, and its comments.
+    """Return the text of configs/folder-small.yaml, adapted to a folder of images.
 
     Args:
         images: folder of the training images.
         folder: folder of the config, in which `fit` creates the run folder.
-        num: number of images, of which up to 50 are held out.
+        num: number of images. A tenth of them, at least 2 and at most 50, is held out.
         size: pixels on each side of a crop.
         has_classes: whether to train on class labels.
         method: `DEFAULT_METHOD`, or the name of a file in configs/methods.
@@ -238,7 +236,7 @@ def build_config(
 
 
 def _quote(path: str) -> str:
-    """A path as YAML, which has no surrogate pairs as in ASCII JSON."""
+    """Quote a path for YAML, which does not allow the surrogate pairs of ASCII JSON."""
     return json.dumps(path, ensure_ascii=False)
 
 

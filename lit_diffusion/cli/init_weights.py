@@ -16,17 +16,17 @@ from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_expor
 
 
 def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) -> str:
-    """Copy the weights of --init_weights that fit into a module, and return a line of text.
+    """Initialize a module with the weights of --init_weights that fit; return a report.
 
     Args:
         module: module to initialize.
         source: checkpoint, run folder, exported network or packaged model; the suffix ":raw",
             ":ema", ":ema_<decay>" or ":power_<width>" selects weights of a checkpoint.
-        used: arguments of the module in the config.
+        used: arguments of the module in the config. Differences from the source are reported.
 
     Raises:
         FileNotFoundError: if the source does not exist.
-        ValueError: if none of its weights fit, or one is not finite.
+        ValueError: if no weight of the source fits, or if a weight that fits is not finite.
     """
     description, state, settings = read_init(source)
     fitting, outcome = match_weights(module.state_dict(), state)
@@ -56,7 +56,7 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
 
 
 def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-    """Read the `source` of `start_from`: a description, the weights by name, and the settings.
+    """Read the `source` of `start_from`; return a description, weights by name, and settings.
 
     Without a suffix, reads the EMA weights if there are any, else the raw weights.
     """
@@ -101,7 +101,8 @@ def match_weights(
     Shapes may differ in axes of length 1.
 
     Returns:
-        The weights that fit, in the module's shapes; and the names of all weights by outcome.
+        The weights that fit, in the module's shapes. Also the names of all weights, grouped by
+        what happens to them, such as "kept" or "reshaped".
     """
     comparable = [
         n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])
@@ -113,15 +114,17 @@ def match_weights(
     return fitting, {
         "kept": equal,
         "reshaped": reshaped,
-        "of another shape, left as they were": [
+        "of a different shape, left as they were": [
             f"{name} {tuple(state[name].shape)} for {tuple(target[name].shape)}"
             for name in others
             if name not in reshaped
         ],
-        "dropped because the model has none such": [
+        "dropped because the model does not have them": [
             name for name in state if name not in comparable
         ],
-        "new because the file has none such": [name for name in target if name not in comparable],
+        "new because the file does not have them": [
+            name for name in target if name not in comparable
+        ],
     }
 
 

@@ -31,21 +31,24 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     """Saves `folder`/last.ckpt regularly, and at the end of the fit.
 
     The first save happens after `first` optimizer steps, so that an unwritable disk is noticed
-    early. Further saves follow every `every_n_seconds`. If saving is slow, they are less frequent,
-    so that saving takes at most 2% of the time.
+    early. Further saves follow every `every_n_seconds` seconds, or less often if saving is slow: it
+    takes at most about 2% of the time.
 
-    A checkpoint is saved only where Lightning resumes exactly. This is after a batch that ends a
-    step, or after the validation of this step. No checkpoint is saved after the last batch of an
-    epoch, because a resume would skip the hooks at the end of the epoch. The checkpoint of the last
-    step replaces last.ckpt in `on_train_end`. A run that is killed before that resumes from the
-    previous checkpoint and repeats the end. (A file saved in `on_train_end` of an unfinished epoch
-    would resume in the next epoch.)
+    A checkpoint is saved only at points from which Lightning resumes exactly: after a batch that
+    ends an optimizer step, or after the validation that follows this batch. No checkpoint is saved
+    after the last batch of an epoch, because a resume would skip the hooks at the end of the epoch.
 
-    The previous checkpoint is stored as before-last.ckpt until the next batch has a finite loss. On
-    a GPU, the loss is read at the next logging step. If FiniteUpdates has skipped no update since,
-    the next save replaces before-last.ckpt with last.ckpt. If the run ends because of a non-finite
-    loss or gradient, before-last.ckpt replaces last.ckpt, because the last update before the
-    non-finite one may have ruined the weights.
+    The checkpoint of the last step of the fit is saved under a temporary name, and replaces
+    last.ckpt in `on_train_end`. A run that is killed before `on_train_end` resumes from the
+    previous last.ckpt and repeats the steps since then. A checkpoint that is saved in
+    `on_train_end` itself would not work: if the epoch is unfinished, a resume would begin with
+    the next epoch.
+
+    A save preserves the previous last.ckpt as before-last.ckpt until a batch has a finite loss with
+    the new weights. On a GPU, the loss is read at the next logging step. If the next save comes
+    first, and FiniteUpdates has skipped no update between the two saves, last.ckpt becomes
+    before-last.ckpt. If the run ends because of a non-finite loss or gradient, before-last.ckpt
+    replaces last.ckpt, because the update before the non-finite one may have ruined the weights.
 
     Args:
         folder: folder of the file.
@@ -81,7 +84,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if it is due and no validation follows."""
+        """Save if a save is due, unless a validation follows, after which it is saved."""
         is_unproven = not self._is_proven and trainer.is_global_zero
         if is_unproven and may_read(trainer) and _has_finite_loss(outputs):
             remove(self._previous_path)
@@ -90,14 +93,14 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save if it is due."""
+        """Save if a save is due."""
         in_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         self._validated_step = trainer.global_step if in_fit else -1
         if in_fit and self._is_due(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Move the last save to its place, or save now if the end was not predicted."""
+        """Rename the last step's save to last.ckpt, or save now if the fit ended unexpectedly."""
         loss = trainer.callback_metrics.get("val/loss")
         is_validated = self._validated_step == trainer.global_step
         if is_validated and loss is not None and not loss.isfinite():
@@ -105,7 +108,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
                 f"val/loss is {loss:g} after the last update, of step {trainer.global_step}. Lower "
                 "the lr, or clip gradients (trainer.gradient_clip_val=1)."
             )
-        # A resume may only end the epoch of its checkpoint, and be stopped by its last validation.
+        # A resumed fit may process no batch, and only end the epoch, if a validation stops it.
         ended_epoch = 0 <= self._saved_epoch < trainer.current_epoch
         if _num_batches(trainer) > self._num_saved_batches or ended_epoch:
             self._save(trainer)
@@ -123,8 +126,8 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         if diverged and self._previous_path.exists():
             replace(self._previous_path, self.path)
             rank_zero_warn(
-                f"{self.path} is again that of the save before, because no loss since the last "
-                "save was known to be finite."
+                f"{self.path} is again the checkpoint of the save before, because no loss since "
+                "the last save was known to be finite."
             )
 
     def _delete_end(self, trainer: Trainer) -> None:
@@ -164,7 +167,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         start = time.monotonic()
         seconds, steps = start - self._last_save[0], trainer.global_step - self._last_save[1]
         at_end = is_ending(trainer)
-        confirm_updates(trainer)  # by losses of the weights of last.ckpt, too
+        confirm_updates(trainer)
         skipped_updates = _count_skipped_updates(trainer)
         if steps > 0 and skipped_updates and skipped_updates == self._skipped_updates:
             self._is_proven = True
@@ -192,7 +195,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
 
 
 def _num_batches(trainer: Trainer) -> int:
-    """Batches that the fit has processed; more than its optimizer steps if it accumulates."""
+    """Number of batches that the fit has processed, including accumulated batches."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return int(total.processed)
 

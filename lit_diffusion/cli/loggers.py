@@ -1,4 +1,4 @@
-"""Write and read metrics.csv and evaluations.jsonl; a resume rewinds them to its checkpoint."""
+"""Write and read metrics.csv and evaluations.jsonl. A resume deletes rows of later steps."""
 
 import csv
 import io
@@ -23,10 +23,10 @@ class AppendingCSVLogger(Logger):
 
     A row is in the file when `log_metrics` returns. New metrics become new columns at the right.
 
-    The step at which a run resumes is the step passed to `rewind`, or else the step of its first
-    row. Rows of later steps, which the interrupted run wrote, are deleted. Rows of this step, and
-    rows of `log_ahead`, are replaced when their metrics are logged again. (Lightning's CSVLogger
-    deletes the file instead.)
+    A run resumes at the step that is passed to `rewind`, or else at the step of its first row. Rows
+    of later steps, which the interrupted run wrote, are deleted. Rows of the step of the resume,
+    and rows of `log_ahead`, are replaced when their metrics are logged again. In contrast,
+    Lightning's CSVLogger deletes an existing file.
 
     Args:
         save_dir: folder of the run, created with the first row.
@@ -56,7 +56,7 @@ class AppendingCSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append a row; `step` counts batches that stepped the optimizer, as in Lightning."""
+        """Append a row. As in Lightning, `step` counts batches that ended an optimizer step."""
         row = _to_row(metrics, step)
         if self._columns is None:
             self.rewind(_row_step(row))
@@ -76,14 +76,14 @@ class AppendingCSVLogger(Logger):
 
     @rank_zero_only
     def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write and sync a row before Lightning logs it; the file will contain it only once."""
+        """Write a row to disk before Lightning logs it. Lightning then adds no second row."""
         self.log_metrics(metrics, step)
         self._replaceable.append(_to_row(metrics, step))
         with self.path.open("a") as file:
             os.fsync(file.fileno())
 
     def rewind(self, step: int) -> int:
-        """Delete the rows of steps after `step`, where a run resumes; return their number."""
+        """Delete the rows of steps after `step`, where a run resumes; return how many."""
         old_rows = read_rows(self.path)
         rows = [row for row in old_rows if _row_step(row) <= step]
         self._replaceable = [row for row in rows if _row_step(row) == step]
@@ -121,7 +121,9 @@ def _to_csv(columns: list[str], rows: Iterable[Row]) -> str:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Rows of a metrics.csv, without empty cells and an incomplete last row; [] without a file.
+    """Read the rows of a metrics.csv; [] if there is no file.
+
+    Empty cells and an incomplete last row are left out.
 
     Raises:
         ValueError: if the file is not CSV, or a step is not a number.
@@ -140,7 +142,9 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
-    """Records of evaluations.jsonl, without an incomplete last line; [] without a file.
+    """Read the records of an evaluations.jsonl; [] if there is no file.
+
+    An incomplete last line is left out.
 
     Raises:
         ValueError: if a line is not an evaluation.
@@ -167,7 +171,7 @@ def _is_evaluation(record: Any) -> bool:
 
 
 def rewind_evaluations(path: str | Path, step: int) -> int:
-    """Delete the records of steps after `step`, where a run resumes; return their number."""
+    """Delete the records of steps after `step`, where a run resumes; return how many."""
     old_records = read_evaluations(path)
     records = [record for record in old_records if (record.get("step") or 0) <= step]
     if len(records) < len(old_records):

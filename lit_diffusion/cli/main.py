@@ -1,4 +1,4 @@
-"""The command `lit-diffusion`: a table of subcommands, each imported when it is called."""
+"""The command `lit-diffusion`, with subcommands whose modules are imported when needed."""
 
 import os
 import select
@@ -51,18 +51,19 @@ MISTAKES = (
     "EMA holds no averages",
     "Found more than one stateful callback",
 )
-"""How messages of user mistakes begin that are not a ValueError, TypeError or OSError."""
+"""Beginnings of error messages that report mistakes of the user, whatever the error's type."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program's name; None for those of the process.
+        argv: arguments without the program's name; None means `sys.argv[1:]`.
 
     Returns:
-        The exit code (docs/command-line.md): 0 done, 1 failed, 2 mistake of the user, 75 saved on
-        a signal and to be restarted, 128 + n ended by signal n.
+        The exit code (see docs/command-line.md): 0 for success, 1 for a failure, 2 for a mistake of
+        the user, 75 if a signal stopped a run that has been saved and should be restarted, and
+        `128 + n` if signal n stopped the command.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, as by >&-
@@ -141,7 +142,7 @@ examples:
 
 
 def _report(command: str, error: Exception, debug: bool) -> int:
-    """Print the message of an error, with its traceback unless a check raised it."""
+    """Print the message of an error, with a traceback unless a check of this library raised it."""
     on_purpose = is_user_error(error)
     if debug or not on_purpose:
         traceback.print_exception(error)

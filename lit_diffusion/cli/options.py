@@ -1,6 +1,6 @@
 """The parser and the options that several commands share.
 
-Imports of torch are inside functions, because they take seconds and `--help` needs none of them.
+Functions import torch only when they need it, because the import takes seconds.
 """
 
 import argparse
@@ -28,14 +28,15 @@ SPLITS = ("train", "val", "test")
 """Splits of a data module that --reference may name."""
 
 FLOAT32_PRECISIONS = ("ieee", "tf32")
-FLOAT32_PRECISION_HELP = """precision of float32 products on a GPU: ieee, or tf32, which has 10 bits
-        and is faster (default of torch: ieee for matrices, tf32 for convolutions)"""
+FLOAT32_PRECISION_HELP = """precision of float32 products on a GPU: ieee, or tf32, which is faster,
+        with a mantissa of 10 bits (default of torch: ieee for matrices, tf32 for convolutions)"""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a ValueError of one line, which `cli.main` prints.
+    """An argument parser that raises a ValueError with one line of text, which `cli.main` prints.
 
-    `--help` lists the options of `add_argument`, `--help all` those of `add_rare` too.
+    `--help` lists the options that were added by `add_argument`. `--help all` also lists the
+    options that were added by `add_rare`.
 
     Args:
         command: words after `lit-diffusion`.
@@ -89,9 +90,10 @@ class Parser(argparse.ArgumentParser):
     def parse_prefixed(
         self, argv: Sequence[str], *prefixes: str
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse `argv`; return unknown options too if their names have one of the prefixes.
+        """Parse `argv`, and also return unknown options whose names begin with one of the prefixes.
 
-        Any other unknown option is an error, which is reported before a missing option.
+        Any other unknown option raises an error. If a required option is missing as well, the error
+        is about the unknown option.
         """
         missing: ValueError | None = None
         try:
@@ -149,8 +151,9 @@ class _Help(argparse.Action):
 class SamplingOptions:
     """How to generate images: the options of `add_checkpoint` and `add_sampling`.
 
-    None means the setting of the checkpoint. `solver_options` are options --solver.NAME=VALUE.
-    Without a checkpoint, existing images are read in batches of `batch_size`.
+    None leaves the setting of the checkpoint unchanged. `solver_options` are strings of the form
+    "--solver.NAME=VALUE". If `checkpoint` is None, no images are generated, and `batch_size` is the
+    batch size for reading existing images.
 
     Raises:
         ValueError: for options that exclude each other.
@@ -200,13 +203,13 @@ class SamplingOptions:
             raise ValueError("--weaker and --classifier exclude each other; leave one out.")
         if self.guidance_rescale and (self.weaker or self.classifier):
             raise ValueError(
-                "--guidance_rescale applies to classifier-free guidance; leave out it, --weaker "
-                "or --classifier."
+                "--guidance_rescale applies to classifier-free guidance; leave out "
+                "--guidance_rescale, or leave out --weaker and --classifier."
             )
         if self.guidance_interval and self.classifier:
             raise ValueError(
-                "--guidance_interval applies to --guidance and --weaker; leave out it or "
-                "--classifier."
+                "--guidance_interval applies to --guidance and --weaker; leave out "
+                "--guidance_interval or --classifier."
             )
         has_scale = self.guidance is not None or self.weaker or self.classifier
         if self.changes_guidance and not has_scale:
@@ -228,10 +231,10 @@ class SamplingOptions:
 
 @contextmanager
 def import_heavy() -> Iterator[None]:
-    """Context for imports of torch and Lightning whose objects the garbage collector skips.
+    """Context for imports of torch and Lightning. Later garbage collections skip their objects.
 
-    The imports create 600,000 objects, most of which live until the process ends. Collections that
-    visit them would take a third of the CPU time of `sample --num 1`.
+    The imports create 600,000 objects, most of which live until the process ends. If garbage
+    collections visited these objects, they would take a third of the CPU time of `sample --num 1`.
     """
     if "torch" in sys.modules:  # the command was called from Python, whose objects may be garbage
         yield
@@ -248,7 +251,7 @@ def require_lab() -> None:
     """Check that the packages of the extra [lab] are installed.
 
     Raises:
-        ModuleNotFoundError: if one of them is not.
+        ModuleNotFoundError: if a package is missing.
     """
     try:
         import markdown_it  # noqa: F401
@@ -265,7 +268,7 @@ def check_exists(what: str, *paths: str | None) -> None:
     """Check that the paths of an option exist, before torch is imported.
 
     Raises:
-        FileNotFoundError: if one does not. The message says `what` it should be.
+        FileNotFoundError: if a path does not exist. The message calls it `what`, such as "config".
     """
     for path in paths:
         if path is not None and not os.path.exists(path):
@@ -274,10 +277,10 @@ def check_exists(what: str, *paths: str | None) -> None:
 
 
 def check_checkpoints(*paths: str | None) -> None:
-    """Check that checkpoints exist, or are models of the package, before torch is imported.
+    """Check that checkpoints exist or are packaged models, before torch is imported.
 
     Raises:
-        FileNotFoundError: if one does not. The message names the models of the package.
+        FileNotFoundError: if a checkpoint does not exist. The message lists the packaged models.
     """
     try:
         check_exists("run folder or checkpoint", *(p for p in paths if p and not find_model(p)))
@@ -287,7 +290,7 @@ def check_checkpoints(*paths: str | None) -> None:
 
 
 def parse_sampling(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse options of `add_sampling`; options --solver.NAME are in `solver_options`."""
+    """Parse the options of `add_sampling`. Options --solver.NAME become `solver_options`."""
     args, others = parser.parse_prefixed(argv, "--solver.")
     args.solver_options = tuple(others)
     return args
@@ -309,8 +312,8 @@ def add_checkpoint(parser: Parser, required: bool) -> None:
     text = f"""checkpoint file; run folder, whose checkpoints/last.ckpt is read; exported folder;
         or packaged model: {", ".join(list_models())}"""
     add("--checkpoint", required=required, type=_checkpoint, metavar="C", help=text)
-    text = """ema: EMA weights (default); ema_<decay> or power_<width>: those of one of several
-        averages; raw: weights as trained"""
+    text = """ema: EMA weights (default); ema_<decay> or power_<width>: one of several averages;
+        raw: the trained weights, without averaging"""
     add("--weights", default="ema", metavar="W", help=text)
     add_trust(parser, "the checkpoint")
 
@@ -359,7 +362,7 @@ def add_sampling(parser: Parser) -> None:
     add("--guidance", type=number, metavar="S", help=text)
     text = "guide only between these noise levels sigma / alpha (default: everywhere)"
     rare("--guidance_interval", type=_two_numbers, metavar="LOW,HIGH", help=text)
-    text = "0 to 1: how far guided images get the contrast of unguided ones (default 0; usual 0.7)"
+    text = "0 to 1: how far guided images get the contrast of unguided ones (default 0, usual 0.7)"
     rare("--guidance_rescale", type=number, default=0.0, metavar="R", help=text)
     text = "autoguidance by a weaker checkpoint with --guidance S (default 2); W as for --weights"
     rare("--weaker", metavar="C[:W]", help=text)
@@ -424,7 +427,7 @@ def set_float32_precision(name: str | None) -> None:
     """Set the precision of float32 matrix products and convolutions on CUDA.
 
     Args:
-        name: "ieee" (23 bits), "tf32" (10 bits, faster), or None, which changes nothing.
+        name: "ieee" (mantissa of 23 bits) or "tf32" (10 bits, faster). None changes nothing.
     """
     import torch
 
@@ -434,11 +437,11 @@ def set_float32_precision(name: str | None) -> None:
 
 
 def usable_device(name: str | None) -> "torch.device":
-    """The device that --device names, which this machine has.
+    """Return the device that --device names, after a check that this machine has it.
 
     Args:
-        name: "cpu", "cuda", "cuda:1", ...; None means the GPU of this process, or the CPU if there
-            is no GPU.
+        name: "cpu", "cuda", "cuda:1", and so on. None means the GPU of this process (the number is
+            in LOCAL_RANK), or the CPU if there is no GPU.
 
     Raises:
         ValueError: if the device is not available.

@@ -1,4 +1,4 @@
-"""`lit-diffusion plan`: memory, communication and arithmetic per rank of training by FSDP."""
+"""`lit-diffusion plan`: estimate memory, communication and arithmetic per rank with FSDP."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def build_parser() -> Parser:
-    """Options of the command."""
+    """Build the argument parser of the command."""
     parser = Parser(
         "plan",
         """Estimate what each rank needs if the weights are sharded over all ranks: memory,
@@ -26,9 +26,9 @@ store.
     add = parser.add_argument
     text = "YAML with the model; may be repeated, as in fit"
     add("-c", "--config", required=True, action="append", metavar="FILE", help=text)
-    text = "numbers of ranks (default: that of the config)"
+    text = "numbers of ranks (default: as in the config)"
     add("--ranks", type=integers, metavar="N,N", help=text)
-    text = "data that a rank receives per second (default 400, as from GPUs of one node)"
+    text = "data that a rank receives per second (default 400, as between GPUs of one node)"
     add("--bandwidth", type=number, default=400.0, metavar="GB/S", help=text)
     text = "speed of a rank (default 400, about half of the bfloat16 peak of an H100)"
     add("--tflops", type=number, default=400.0, metavar="TFLOP/S", help=text)
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> None:
     with torch.device("meta"):
         network = instantiate(networks, nn.Module, args.trust, path, key="network")
     if not list(network_blocks(network)):
-        raise ValueError(f"{path}: {type(network).__name__} names no blocks that could be split.")
+        raise ValueError(f"{path}: {type(network).__name__} names no blocks that FSDP could shard.")
     network.to(torch.bfloat16 if precision.startswith("bf16") else torch.float32)
     cost = measure_step(network, shape, batch)
     print(f"{type(network).__name__}: {cost.parameters:,} weights, {batch} images on each rank")
@@ -87,7 +87,7 @@ def _values(configs: Sequence[dict[str, Any]], part: str, name: str) -> list[Any
 
 
 def _num_averages(trainer: dict[str, Any]) -> int:
-    """Averages of the weights that the callbacks of a config keep."""
+    """Number of weight averages of the callbacks in a config."""
     total = 0
     for callback in trainer.get("callbacks") or []:
         name = callback.get("class_path") if isinstance(callback, dict) else callback
@@ -102,11 +102,11 @@ def _num_averages(trainer: dict[str, Any]) -> int:
 def _plan(
     cost: "StepCost", ranks: int, precision: str, averages: int, bandwidth: float, tflops: float
 ) -> dict[str, float]:
-    """Figures of one rank, by name."""
+    """Return the estimates for one rank, by name."""
     weight = 2 if precision == "bf16-true" else 4  # bytes
     gathered = 2 if precision.startswith("bf16") else 4
     split = weight * cost.parameters / ranks / GIB
-    # Of the block in use and the next one, and of what belongs to no block; gradients are float32.
+    # Weights of the block in use, of the next block, and of the rest; gradients in float32.
     peak = gathered * (2 * cost.block + cost.rest) + 4 * (cost.block + cost.rest)
     memory = {
         "weights, GiB": split,

@@ -1,4 +1,4 @@
-"""The callbacks of a run: those of the config, changed by options, and the defaults."""
+"""Collect the callbacks of a run from the config, the command line and the defaults."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ def contains(callbacks: Sequence[Callback], kind: Any) -> bool:
 
 
 def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
-    """The callbacks of a config (a list, one or None), and the defaults that it lacks."""
+    """Return the callbacks of a config (a list, one or None), with missing defaults added."""
     callbacks: list[Callback] = (
         list(config) if isinstance(config, list) else [config] * bool(config)
     )
@@ -43,11 +43,13 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
 
 
 def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Callback]:
-    """The callbacks, followed by those that save last.ckpt with the state of all others.
+    """Return the callbacks, ending with those that save last.ckpt (added if they are missing).
+
+    They come last because last.ckpt holds the state of all other callbacks.
 
     Raises:
-        ValueError: for a callback that would overwrite last.ckpt with one that does not resume
-            exactly, or save it to another folder.
+        ValueError: if a ModelCheckpoint would overwrite last.ckpt with a file that may not resume
+            exactly, or if SaveOnSignal would save to a different folder.
     """
     for callback in callbacks:
         saves_last = isinstance(callback, ModelCheckpoint) and callback.save_last
@@ -74,10 +76,10 @@ _STEP_HOOKS = (
 
 
 def skip_empty_hooks(callbacks: Iterable[Callback]) -> None:
-    """Set hooks of a training step that a callback does not override to None.
+    """Set each hook of a training step to None if the callback does not override it.
 
-    Lightning skips a hook that is no function. Any other hook costs a context manager and ten
-    function calls per step, even if it does nothing.
+    Lightning skips a hook that is not callable. Any other hook costs a context manager and ten
+    function calls per step, even if the hook does nothing.
     """
     for callback in callbacks:
         for name in _STEP_HOOKS:
@@ -109,11 +111,11 @@ class EndPredictions(Callback):
 _BY_NAME = re.compile(r"(--trainer\.callbacks\.([A-Z]\w*)(?:\.([\w.]+))?)(?:=(.*))?", re.DOTALL)
 
 CallbackOption = tuple[str, str | None, str]
-"""(class name, argument or None, value). A value null without an argument removes the callback."""
+"""(class name, argument or None, value). The value null, without argument, removes the callback."""
 
 
 def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[CallbackOption]]:
-    """Split a command line into options for jsonargparse and callback options by class name.
+    """Split options into those for jsonargparse and those that name the class of a callback.
 
     Raises:
         ValueError: for an option without a value.
@@ -145,10 +147,13 @@ def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[Call
 def apply_callback_options(
     callbacks: Sequence[dict[str, Any]], options: Iterable[CallbackOption]
 ) -> list[dict[str, Any]]:
-    """Change the callbacks of a config (class_path and init_args) in place; return the rest.
+    """Apply options to the callbacks of a config, which are dicts of class_path and init_args.
+
+    The dicts are changed in place. The returned list lacks the callbacks that options remove.
 
     Raises:
-        ValueError: unless the config has the class exactly once, or if the value cannot be set.
+        ValueError: if the config has no callback or several callbacks of the class that an option
+            names, or if the value cannot be set.
     """
     callbacks = list(callbacks)
     for name, argument, text in options:
@@ -181,7 +186,7 @@ def _set_argument(callback: dict[str, Any], path: Sequence[str], text: str, opti
         value = get_loader("yaml")(text)
     except (YAMLError, ValueError) as error:  # also an integer of thousands of digits
         raise ValueError(f"{option}: the value must be YAML, got {text}; quote it.") from error
-    if value is None and text not in ("null", "None", "~"):  # as of an unset variable of the shell
+    if value is None and text not in ("null", "None", "~"):  # unset shell variable
         raise ValueError(f"{option} needs a value: {option}=VALUE.")
     arguments = callback.setdefault("init_args", {})
     for parent in path[:-1]:

@@ -1,7 +1,8 @@
 """Data, reference images and FID protocol of the run of a checkpoint.
 
-A data module can read any path or bucket. Therefore, data that a checkpoint names are never opened.
-Only the config in its run folder, or --data CONFIG, names data to open.
+A checkpoint may come from somebody else, and a data module can read any path or bucket. Therefore,
+the data settings in a checkpoint are never used. Data are opened only if --data CONFIG, or the
+config in the checkpoint's run folder, names them.
 """
 
 from collections.abc import Sequence
@@ -25,11 +26,14 @@ from lit_diffusion.pretrained import is_packaged
 def read_data_settings(
     checkpoint: str | Path | None, configs: Sequence[str] | None
 ) -> tuple[list[dict[str, Any]], str]:
-    """Read the entries data: of `configs`, or else of the checkpoint's run. Also return the path.
+    """Read the `data` sections of `configs`, or of the config of the checkpoint's run.
+
+    Returns:
+        The sections, and the paths of their configs as text for messages.
 
     Raises:
-        FileNotFoundError: if a config does not exist.
-        ValueError: if the checkpoint is in no run folder with a config, and `configs` is None.
+        FileNotFoundError: if a config or the checkpoint does not exist.
+        ValueError: if there are no `configs`, and the checkpoint is in no run folder with a config.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     file = latest_config(root) if root else None
@@ -52,10 +56,10 @@ def build_data(
     path: str | Path,
     options: Sequence[str] = (),
 ) -> Any:
-    """Build and prepare the data module of configs; None if it has no splits.
+    """Build and prepare the data module of configs; return None if it has no splits.
 
     As in `fit`, later settings override earlier settings. The `options`, such as
-    --data.init_args.NAME=VALUE, override all settings. `path` is for error messages.
+    "--data.init_args.NAME=VALUE", override all settings. Error messages name `path`.
     """
     if not (settings or options):
         return None
@@ -79,11 +83,12 @@ def real_images(
     configs: Sequence[str] | None,
     trust: Sequence[str],
 ) -> tuple[ImageSet, ImageSet | None]:
-    """Real images to compare with, and other real images, or None, for the floor of the FID.
+    """Return the real images to score against, and other real images for the floor of the FID.
 
-    `reference` is a split "train", "val" or "test" of `data_of_run`, or a folder or .npz file,
-    which has no other images. None means "val", or for latents the reference of the run's last
-    evaluation.
+    The argument `reference` is a split of the run's data ("train", "val" or "test"), a folder or an
+    .npz file. None means "val". For a model of latents, None means the reference of the run's last
+    evaluation. The other images are from a different split. They are None for a folder or .npz
+    file.
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None
@@ -110,11 +115,12 @@ def real_images(
 def protocol_of_run(checkpoint: str | None) -> str:
     """Name of a run's FID protocol, from its last evaluation or else from its config.
 
-    For a trained extractor, the result is the path of its copy in the run folder. Files outside the
-    run folder are never named.
+    For an extractor that the user has trained, the result is the path of its copy in the run
+    folder, never of a file outside of it.
 
     Raises:
-        ValueError: if the config names an extractor of another class, or one without a single copy.
+        ValueError: if the run has no evaluations, and its config names an extractor that is not of
+            this library, or a file without exactly one copy in the run folder.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:
@@ -128,7 +134,7 @@ def protocol_of_run(checkpoint: str | None) -> str:
 
 
 def _protocol_of_config(root: Path) -> str:
-    """Name or copy of the extractor in the config of a run folder, else the usual protocol."""
+    """Name, or path of the copy, of the extractor in a run's config; InceptionV3Compat if none."""
     file = latest_config(root)
     trainer = (read_config(file) if file else {}).get("trainer")
     callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
@@ -148,7 +154,7 @@ def _protocol_of_config(root: Path) -> str:
         )
     if not name.endswith(".safetensors"):
         return name
-    # FIDEvaluation has put 8 digits of its hash behind the name of the copy.
+    # FIDEvaluation has appended 8 hex digits of the file's hash to the name of the copy.
     copies = sorted(root.glob(f"{escape(Path(name).stem)}-{'[0-9a-f]' * 8}.safetensors"))
     if len(copies) != 1:
         names = ", ".join(copy.name for copy in copies) or "none"
@@ -172,9 +178,10 @@ def _extractor_name(extractor: Any) -> str | None:
 
 
 def run_folder_of(checkpoint: str | Path) -> Path | None:
-    """The run folder of a checkpoint, which may be the folder itself; None for other files.
+    """Return the run folder of a checkpoint; None if the checkpoint is not in a run folder.
 
-    The folder of a packaged model has the config and the evaluations of its run.
+    The argument may also be the run folder itself. The folder of a packaged model counts as a run
+    folder, because it has the config and the evaluations of the model's run.
     """
     file = checkpoint_file(checkpoint).absolute()
     return file if is_packaged(file) else run_of(file)

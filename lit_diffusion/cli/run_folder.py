@@ -1,6 +1,6 @@
-"""Find the folder that a command reads from and writes to, before it builds any object.
+"""Find the run folder of a command, before the command builds any object.
 
-docs/runs.md lists its files.
+docs/runs.md lists the files of a run folder.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ FIRST_SAVE = 20
 """Optimizer steps until a run first saves its last.ckpt."""
 
 OR_NONE = "last-or-none"
-"""Value of --ckpt_path in commands that are repeated until a run is finished (`sweep --print`)."""
+"""Value of --ckpt_path in commands to repeat until the run is finished (`sweep --print`)."""
 
 
 class InUse(ValueError):
@@ -70,17 +70,18 @@ class Request:
 def read_command_line(argv: Sequence[str]) -> Request:
     """Find the run folder and the checkpoint of a command line.
 
-    The run folder is --trainer.default_root_dir of the command line or of a config. Without this
-    setting, it is the run folder of the checkpoint, or else runs/<name of the first config>. For a
-    config that a run wrote, the run folder is the folder of this config.
+    The run folder is `trainer.default_root_dir` of the command line or of a config. If a run wrote
+    this config, the run folder is the folder of the config instead, because it may have been moved.
+    Without the setting, it is the run folder of the checkpoint, or else runs/<name of the first
+    config>.
 
     Args:
         argv: the command, then its options.
 
     Raises:
         FileNotFoundError: if the file of --ckpt_path does not exist.
-        ValueError: for a config that is not a YAML mapping, an option without its value, or a pipe
-            or device as one.
+        ValueError: if a config is not a YAML mapping, if an option lacks its value, or if the value
+            is a pipe or device.
     """
     command = argv[0]
     parser = Parser(command, add_help=False)
@@ -159,10 +160,10 @@ def _join_configs(options: Sequence[str]) -> Iterator[str]:
 
 
 def read_config(config: str | Path) -> Any:
-    """Content of a config; {} for a missing file, which the config parser will report.
+    """Return the content of a config; {} for a missing file, which the parser reports later.
 
-    In a config that a run wrote, paths in the run folder are replaced by paths in the folder of the
-    config, because the run may have been moved.
+    A run may be moved. Therefore, in a config that a run wrote, the path of the run folder is
+    replaced by the folder that has the config now.
     """
     if os.path.isdir(config):
         fix = f"name a file in it, such as {os.path.join(config, 'config.yaml')}"
@@ -190,9 +191,9 @@ def _is_run_config(config: str | Path) -> bool:
 
 
 def model_settings(request: Request) -> list[Any]:
-    """Settings of the model in the configs and options of a command line, as nested dicts.
+    """Return the model settings in the configs and options of a command line, as nested dicts.
 
-    The settings in its checkpoint and its run folder are not among them.
+    Settings from the checkpoint and the run folder are not included.
     """
     settings = [read_config(config).get("model") for config in request.configs]
     for option, following in zip(request.options, [*request.options[1:], ""], strict=True):
@@ -228,7 +229,7 @@ def latest_config(root: Path) -> Path | None:
 
 
 def next_config(root: Path) -> Path:
-    """Path for the config of a fit that starts now; does not overwrite earlier configs."""
+    """Return the path for a new config, which overwrites no earlier config of the run."""
     if traces(root):
         return root / f"config.resume-{len(_resume_configs(root)) + 1}.yaml"
     return root / "config.yaml"
@@ -242,7 +243,7 @@ def _resume_configs(root: Path) -> list[Path]:
 def traces(root: Path) -> list[Path]:
     """Files that show that a folder contains a run: curves, scores and checkpoints.
 
-    A folder whose only file is a metrics.csv with nothing but non-finite steps has no run.
+    The result is [] if the only such file is a metrics.csv that records only non-finite steps.
     """
     curves = root / "metrics.csv"
     min_lines = {curves: 2, root / "evaluations.jsonl": 1}
@@ -257,7 +258,7 @@ def traces(root: Path) -> list[Path]:
 
 
 def _has_lines(file: Path, num: int) -> bool:
-    """Whether a file has `num` lines or more; True for a pipe or folder, reported later."""
+    """Whether a file has `num` lines or more; True for a pipe or folder, which fails later."""
     if not file.is_file():
         return file.exists()
     with check_regular(file).open("rb") as lines:
@@ -267,8 +268,8 @@ def _has_lines(file: Path, num: int) -> bool:
 def _outlasts_first_save(file: Path) -> bool:
     """Whether a file is a checkpoint of a run that has had a last.ckpt.
 
-    Other checkpoints may be saved a few steps before the first last.ckpt. A run that was killed in
-    between starts again.
+    Other callbacks may save a checkpoint a few steps before the first last.ckpt is saved. A run
+    that was killed in between starts again from the beginning.
     """
     from lit_diffusion.checkpoints.reading import read_step
 
@@ -322,7 +323,7 @@ def occupied(root: Path) -> Iterator[None]:
             ) from error
         except OSError as error:
             warnings.warn(
-                f"{root} cannot be locked ({error.strerror}); see to it that no other process "
+                f"{root} cannot be locked ({error.strerror}); make sure that no other process "
                 "trains into it.",
                 stacklevel=2,
             )

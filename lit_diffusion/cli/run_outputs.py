@@ -56,7 +56,7 @@ class RunConfig(SaveConfigCallback):
 
 
 def computed_on(trainer: Trainer) -> str:
-    """Version of torch, devices, precision of float32 products, and fused optimizers of a run."""
+    """Describe the torch version, devices, float32 precision and optimizers of a run."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     text = f"torch {torch.__version__} on {trainer.world_size} x {name}, "
@@ -71,7 +71,7 @@ def computed_on(trainer: Trainer) -> str:
 
 
 def summary(request: Request, trainer: Trainer, seconds: float) -> str:
-    """Summary of a fit: run folder, steps and images, FIDs, and a command for sampling."""
+    """Summarize a fit: run folder, steps and images, FIDs, and a command for sampling."""
     root = request.root
     text = f"{trainer.global_step} steps"
     if images := count_training_images(trainer):
@@ -98,7 +98,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(metric, text) for each FID in evaluations.jsonl, with the last, the best and the floor."""
+    """Return (metric, text) for each FID. The text has the last value, best value and floor."""
 
     def number(value: float | None) -> str:
         return "NaN" if value is None else f"{value:.4g}"
@@ -124,7 +124,7 @@ def requeue_line(request: Request) -> str:
 
 
 def resume_line(request: Request, step: int, number: signal.Signals, saved: bool) -> str:
-    """Message of a fit that a signal stopped: lost steps, and the command that resumes it.
+    """Return the message for a fit that a signal stopped: lost steps, and how to resume.
 
     Args:
         request: the command line.
@@ -140,6 +140,6 @@ def resume_line(request: Request, step: int, number: signal.Signals, saved: bool
     if (lost := step - saved_step) > 0:
         steps = "step since" if lost == 1 else f"{lost} steps since"
         text += f"The {steps} step {saved_step} {'is' if lost == 1 else 'are'} lost. "
-    # With another --ckpt_path, the run folder of the command may change: name the file.
+    # If the command has a --ckpt_path, `last` might select another run folder: name the file.
     again = shlex.quote(str(last)) if request.holds_checkpoint else "last"
     return f"{text}Repeat the command with --ckpt_path={again} to resume from {last}."

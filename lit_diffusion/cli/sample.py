@@ -19,7 +19,7 @@ from lit_diffusion.signals import print_error, raise_on_signals
 
 
 def build_parser() -> Parser:
-    """Options of the command."""
+    """Build the argument parser of the command."""
     parser = Parser(
         "sample",
         """Generate images from a checkpoint.
@@ -33,7 +33,7 @@ def build_parser() -> Parser:
     lit-diffusion sample --checkpoint runs/digits --num 4 --out paths --trajectory
     lit-diffusion sample --checkpoint runs/digits --num 1440 --out compared --compare solvers
 
-Image i has the seed SEED + i. Up to rounding, it does not depend on the batch size and the device.
+Image i has the seed SEED + i. Up to rounding, the image does not depend on batch size and device.
 The folder gets 000000.png, 000001.png, ..., grid.png with the first images, and samples.json, which
 records how they were generated. If the command is stopped, repeat it to generate the rest.
 

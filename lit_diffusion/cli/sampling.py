@@ -48,7 +48,7 @@ def write_samples(
 ) -> dict[str, Any]:
     """Generate the missing images of a folder, and return the content of samples.json.
 
-    samples.json is updated after each batch, so an interrupted command can be repeated.
+    samples.json is updated after each batch, so that an interrupted command can continue later.
 
     Args:
         generator: generates the images.
@@ -57,8 +57,8 @@ def write_samples(
         trajectory: whether to write the trajectories of the first images as well.
 
     Raises:
-        ValueError: if `num` is below 1, if the folder has images from different options, or if you
-            request a trajectory of a module without `watch`.
+        ValueError: if `num` is below 1, if the folder has images from different options, or if
+            `trajectory` is set for a module without `watch`.
     """
     if num < 1:
         raise ValueError(f"--num must be at least 1, got {num}.")

@@ -63,7 +63,7 @@ class Cell:
     evaluations: int | None = None  # number of function evaluations (NFE); guidance may double it
     fid: float | None = None  # FID of the images; None if it could not be computed
     left_out: str | None = None  # why there are no images; None if there are
-    same_as: str | None = None  # an earlier solver that takes the same steps, whose images it has
+    same_as: str | None = None  # an earlier solver that takes the same steps; its images are used
     sampling: dict[str, Any] | None = None  # the module's `sampling_record`
 
     @property
@@ -80,9 +80,10 @@ class Cell:
 
 
 def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, folder: Path) -> str:
-    """Write images of each cell, and comparison.json, .csv and .png; return a summary.
+    """Write comparison.json, .csv and .png, and images of each cell; return a summary.
 
-    You can repeat an interrupted command, because existing images are not generated again.
+    A cell is a solver with a number of steps. You can repeat an interrupted command. Images that
+    exist already are not generated again.
 
     Raises:
         ValueError: if a solver is unknown, if a number of steps is below one, if the module
@@ -97,7 +98,7 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
     cells = [Cell(name, num) for name in _solver_names(comparison.solvers) for num in steps]
     compute_fid, scored = _prepare_fid(generator, comparison)
     print_error(scored["told"])
-    generated: dict[str, Cell] = {}  # canonical solver -> the first cell that it made
+    generated: dict[str, Cell] = {}  # canonical solver -> its first cell
     for number, cell in enumerate(cells, 1):
         _prepare_cell(generator, comparison.num, cell)
         if not cell.left_out:
@@ -142,7 +143,7 @@ def _prepare_cell(generator: ImageGenerator, num: int, cell: Cell) -> None:
     try:
         options = replace(generator.options, solver=cell.solver, steps=cell.steps)
         module.solver = build_solver(generator.loaded, options)
-        if options.classifier:  # guides DDPM in another way than other solvers
+        if options.classifier:  # depends on the solver
             module.guidance, _ = build_guidance(module, options)
         cell.grid = str(time_grid_of(module.solver, module.process))
         check_sampling(module.process, module.loss, module.solver, module.guidance)
@@ -157,7 +158,7 @@ def _prepare_cell(generator: ImageGenerator, num: int, cell: Cell) -> None:
 def _canonical_solver(module: Any) -> str:
     """A text that is equal for solvers that take the same steps under two names."""
     solver = module.solver
-    if isinstance(solver, solvers.DDIM):  # Euler and EulerAncestral are, on grids of their own
+    if isinstance(solver, solvers.DDIM):  # or a subclass, Euler or EulerAncestral
         grid = time_grid_of(solver, module.process)
         solver = solvers.DDIM(solver.steps, solver.eta, grid, solver.clip)
     return repr(solver)
@@ -181,7 +182,7 @@ def _prepare_fid(
 ) -> tuple[Callable[[Path], float] | None, dict[str, Any]]:
     """A function that computes the FID of a folder, and the protocol for the record.
 
-    If no FID can be computed, the function is None, and the reason is under "told".
+    If no FID can be computed, the function is None, and the record has the reason under "told".
     """
     num, options = comparison.num, generator.options
     try:
@@ -239,7 +240,7 @@ def _write_comparison(
 
 
 def _draw_cells(cells: list[Cell], folder: Path, num: int) -> Image.Image:
-    """Draw the first `num` images of each cell: one row per solver, one column per steps."""
+    """Draw the first `num` images of each cell: a row per solver, a column per number of steps."""
     steps = sorted({cell.steps for cell in cells})
     rows = [[text_image(""), *(text_image(f"{number} steps") for number in steps)]]
     for solver in dict.fromkeys(cell.solver for cell in cells if not cell.left_out):

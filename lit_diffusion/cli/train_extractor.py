@@ -14,7 +14,7 @@ from lit_diffusion.cli.options import (
 
 
 def build_parser() -> Parser:
-    """Options of the command."""
+    """Build the argument parser of the command."""
     parser = Parser(
         "train-extractor",
         """Train a small network for FID on the training images of a config. It needs no download.

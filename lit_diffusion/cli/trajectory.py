@@ -22,7 +22,10 @@ GIF_SECONDS = 4
 
 
 class Frame(NamedTuple):
-    """A solver step: its number, noise level sigma / alpha, x_t and x0 as uint8 (N, C, H, W)."""
+    """A solver step: its number, its noise level `sigma / alpha`, and x_t and x0 as images.
+
+    The images are (N, C, H, W) uint8. x0 is the prediction of the network at this step.
+    """
 
     step: int | str
     noise: float
@@ -61,7 +64,7 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
     """Write trajectory.png and trajectory.gif of the first of `num` images.
 
     Raises:
-        ValueError: for a module without `watch`, which the solver calls at every step.
+        ValueError: if the module has no `watch`, which is called at each solver step.
     """
     module: Any = generator.loaded.module
     if not hasattr(module, "watch"):
@@ -74,7 +77,7 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
         images = generator.generate(range(min(num, NUM_TRAJECTORIES)))
     finally:
         module.watch = None
-    # Moved here, so that no step waits for the device.
+    # Frames are moved to the CPU only now, so that no solver step waits for the device.
     frames = [each._replace(x_t=each.x_t.cpu(), x0=each.x0.cpu()) for each in trajectory.frames]
     frames.append(Frame("end", 0.0, images, images))
     names = [f"seed {generator.options.seed + i}" for i in range(len(images))]

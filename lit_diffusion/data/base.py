@@ -1,4 +1,4 @@
-"""Base class of the data modules, whose batches are functions of (seed, epoch, index)."""
+"""Base class of the data modules. Their batches are functions of seed, epoch and image index."""
 
 import hashlib
 import sys
@@ -32,21 +32,21 @@ Split: TypeAlias = Literal["train", "val", "test"]
 
 
 class ImageDataModule(LightningDataModule):
-    """Base class of the data modules. A subclass describes its images and loads a split.
+    """Base class of the data modules. A subclass defines `image_shape`, `class_names` and `load`.
 
-    The order of training batches is a function of (seed, epoch). An incomplete last batch is
-    dropped. A run that is resumed in the middle of an epoch continues at that point, even with a
-    different batch size or number of processes. Validation and testing visit every image once, on
-    any number of processes. Prediction yields (seeds (B,), labels (B,)), both int64, for the images
+    The order of training images is a function of (seed, epoch). An incomplete last batch is
+    dropped. A run that is resumed in the middle of an epoch continues there, even with a different
+    batch size or number of processes. Validation and testing visit every image once, on any number
+    of processes. A batch of prediction has the seeds (B,) int64 and the labels (B,) int64 of images
     to generate.
 
     Args:
         batch_size: images per batch and process, >= 1. Validation on several processes may use a
             slightly larger batch size (`even_batch_size`).
-        num_workers: DataLoader workers per process. None means 0 for data in memory. For files,
-            None means the number of cores that the CPU affinity allows.
+        num_workers: DataLoader workers per process. None means 0 for data in memory, 1 for latents,
+            and otherwise the number of usable CPU cores per process, at most 16.
         num_predict: number of images to generate in prediction, >= 1. Their seeds are 0, 1, and so
-            on. Seed s has the label `s % num_classes`, or -1 if there are no labels.
+            on. The image of seed s has the label `s % num_classes`, or -1 if there are no labels.
         seed: seed of the training order and augmentation. None means the run's seed
             (`seed_everything`), or 0 if there is none. Splits and validation do not depend on
             `seed`.
@@ -108,10 +108,10 @@ class ImageDataModule(LightningDataModule):
         """Open a split, without augmentation."""
 
     def check(self) -> None:
-        """Download or verify the files, or raise an error with the reason. Runs once per node."""
+        """Download or verify the files, and raise an error if that fails. Runs once per node."""
 
     def pending_setup(self) -> str | None:
-        """A clause that names the files that `check` will download or unpack; None if none."""
+        """Return a clause that names the files that `check` will download or unpack, or None."""
         return None
 
     def default_workers(self) -> int:
@@ -132,7 +132,7 @@ class ImageDataModule(LightningDataModule):
         return self._datasets[split]
 
     def in_order(self, split: Split, num_replicas: int = 1, rank: int = 0) -> "DataLoader[Batch]":
-        """Loader that visits every image of a split once, in order and without augmentation.
+        """Return a loader that visits every image of a split once, in order and not augmented.
 
         The images are divided over `num_replicas` processes, each of which gets the same number of
         batches.
@@ -147,7 +147,7 @@ class ImageDataModule(LightningDataModule):
         return torch.cat([images for images, _, _ in self.in_order(split)])
 
     def fingerprint(self, split: Split) -> str:
-        """Hash of images and labels, 16 hex digits: the key of cached statistics."""
+        """Hash of images and labels, as 16 hex digits. It is the key of cached statistics."""
         pixels = hashlib.sha256(repr(self.image_shape).encode())
         conditions: defaultdict[int, Any] = defaultdict(hashlib.sha256)  # one per condition tensor
         for images, labels, _ in self.in_order(split):
@@ -214,7 +214,10 @@ class ImageDataModule(LightningDataModule):
         return torch.tensor(classes_of(seeds.tolist(), self.num_classes))
 
     def state_dict(self) -> dict[str, Any]:
-        """Class names, and images per batch over all processes, the unit of epoch progress."""
+        """Return the class names, and the number of images per batch over all processes.
+
+        `load_state_dict` uses this number to convert the progress of an epoch.
+        """
         num_replicas, _ = self._replicas_and_rank()
         names = list(self.class_names)
         return {"images_of_a_batch": self.batch_size * num_replicas, "class_names": names}
@@ -244,14 +247,14 @@ class ImageDataModule(LightningDataModule):
             "collate_fn": identity_collate,
             "num_workers": workers,
             "persistent_workers": workers > 0,
-            # Workers started by other methods are killed by the signals of batch systems.
+            # Batch systems also signal workers. Only forked workers survive these signals.
             "multiprocessing_context": "fork" if workers and sys.platform == "linux" else None,
             "pin_memory": torch.cuda.is_available(),
         }
 
 
 def identity_collate(batch: Any) -> Any:
-    """Collate function for datasets whose items are whole batches: returns its argument.
+    """Return the argument: the `collate_fn` for datasets whose items are whole batches.
 
     Example:
         >>> identity_collate([1, 2])
@@ -263,7 +266,9 @@ def identity_collate(batch: Any) -> Any:
 def split_rows(
     split: Split, keys: Sequence[int] | Sequence[str], num_val: int, source: object
 ) -> Tensor:
-    """Split images. The `num_val` images with the smallest `fold("held out", key)` are held out.
+    """Select the images of a split by a hash of their keys.
+
+    The `num_val` images with the smallest hashes `fold("held out", key)` are held out.
 
     Args:
         split: "val" for the held-out images. Any other value selects all other images.
@@ -275,7 +280,7 @@ def split_rows(
         (n,) int64, the sorted indices of the images in the split.
 
     Raises:
-        ValueError: if `num_val` is not between 0 and the number of images, both excluded.
+        ValueError: unless `0 < num_val < len(keys)`.
 
     Example:
         >>> val, train = (split_rows(split, range(10), 3, "a set") for split in ("val", "train"))
@@ -293,7 +298,7 @@ def split_rows(
 
 
 def require_at_least(least: int, **values: int) -> None:
-    """Raise ValueError if a value, passed by its name, is below `least` or exceeds 64 bits.
+    """Raise ValueError if one of the named values is below `least`, or is 2^63 or more.
 
     Example:
         >>> require_at_least(1, batch_size=32)

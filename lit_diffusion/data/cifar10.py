@@ -15,14 +15,14 @@ from lit_diffusion.files import check_regular
 
 
 class CIFAR10(ImageDataModule):
-    """CIFAR-10: 50,000 training and 10,000 held-out colour images of 32x32 pixels, in ten classes.
+    """CIFAR-10: 50,000 training and 10,000 held-out color images of 32x32 pixels, in ten classes.
 
-    Missing files are downloaded. If there is no network, put the files into `root`. Every file is
-    checked against its published MD5 before it is opened.
+    Missing files are downloaded. If there is no network, put the files into `root`. Before a
+    file is opened, its MD5 is compared with the published MD5.
 
     Args:
-        root: folder of `cifar-10-batches-py` or `cifar-10-python.tar.gz`, to which missing files
-            are downloaded.
+        root: folder that contains `cifar-10-batches-py` or `cifar-10-python.tar.gz`. Missing files
+            are downloaded into it.
         flip: whether to flip training images horizontally with probability 1/2. Flips differ
             between epochs.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
@@ -69,7 +69,7 @@ class CIFAR10(ImageDataModule):
             raise self._missing_files_error(f"could not be downloaded ({error})") from error
 
     def pending_setup(self) -> str | None:
-        """A clause for a pending download or unpacking of the archive; None if there is none."""
+        """Return a clause that says if the archive will be downloaded or unpacked, or None."""
         if not self._faults():
             return None
         archive = self.root / self.source.filename

@@ -1,8 +1,8 @@
 """Square crops of images of any size, for the data modules that decode images.
 
-Crops are computed as in the reference implementation of ADM. A box filter halves the image as long
-as its shorter side is at least twice the target. A bicubic filter then resizes the image to the
-exact size. FID depends on this resize. As in the reference, EXIF orientation is ignored.
+Crops are computed as in the reference implementation of ADM, because FID depends on how images are
+resized. A box filter halves the image until its shorter side is less than twice the target size. A
+bicubic filter then resizes the image to the exact size. The EXIF orientation is ignored.
 
 Source: guided_diffusion/image_datasets.py (`center_crop_arr`, `random_crop_arr`) of
 github.com/openai/guided-diffusion.
@@ -77,13 +77,16 @@ def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements on image files. Its repr is part of the file names in the check cache.
+    """Requirements on image files.
+
+    `check_images` stores that files have passed, under a hash of the repr of this object.
 
     Attributes:
         image_size: pixels on each side of a crop.
         channels: channels of the images.
-        strict: whether an image must have the mode for `channels`, and at least `image_size` pixels
-            on its shorter side. If False, it may have any mode that converts without clipping.
+        strict: whether an image must have the Pillow mode for `channels` (such as RGB for 3), and
+            at least `image_size` pixels on its shorter side. If False, the image may be smaller,
+            and may have any mode that Pillow converts without clipping.
         full: whether to decode files, which detects truncated files. If False, only headers are
             read.
     """
@@ -94,7 +97,7 @@ class Requirements:
     full: bool
 
     def find_fault(self, path: Path) -> str | None:
-        """Describe the fault of a file as a predicate, such as "has mode P"; None if usable."""
+        """Return the fault of a file as a phrase, such as "has mode P"; None if it is usable."""
         try:
             with open_image(path) as image:
                 mode, side = image.mode, min(image.size)
@@ -106,7 +109,7 @@ class Requirements:
         return self.find_mismatch(mode, side)
 
     def find_mismatch(self, mode: str, side: int) -> str | None:
-        """Describe why an image of this mode and shorter side (in pixels) is unusable, or None."""
+        """Return why an image of this mode and shorter side (in pixels) is unusable, or None."""
         expected = IMAGE_MODES[self.channels]
         if mode not in ({expected} if self.strict else CONVERTIBLE_MODES):
             return f"has mode {mode}, not {expected}"
@@ -148,11 +151,11 @@ class CroppedImageDataModule(ImageDataModule):
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
-        channels: 1 (grey), 2 (grey with alpha), 3 (RGB) or 4 (RGB with alpha).
+        channels: 1 (gray), 2 (gray with alpha), 3 (RGB) or 4 (RGB with alpha).
         flip: whether to flip training images horizontally with probability 1/2. Flips differ
             between epochs.
-        random_crop: whether training crops are random, with a side of at least 0.8 of the image's
-            shorter side.
+        random_crop: whether training crops are random. The side of a random crop is at least 0.8
+            of the image's shorter side.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
@@ -171,7 +174,7 @@ class CroppedImageDataModule(ImageDataModule):
         require_at_least(1, image_size=image_size)
         if channels not in IMAGE_MODES:
             raise ValueError(
-                f"channels must be 1 (grey), 3 (RGB), 2 or 4 (with alpha), got {channels}."
+                f"channels must be 1 (gray), 3 (RGB), 2 or 4 (with alpha), got {channels}."
             )
         self.image_size = image_size
         self.channels = channels

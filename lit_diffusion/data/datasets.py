@@ -18,15 +18,15 @@ from lit_diffusion.seeding import fold
 
 Batch: TypeAlias = tuple[Tensor, Any, Tensor]
 """(images, labels, index): images (B, C, H, W) uint8; labels (B,) int64 in [0, num_classes), or -1
-for unlabelled images, or another condition (a tensor or a tuple of tensors); index (B,) int64, the
+for unlabeled images, or another condition (a tensor or a tuple of tensors); index (B,) int64, the
 position of each image in its split."""
 
 
 def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
     """Compute independent random integers from a key. Integer k is uniform in [0, sizes[k]).
 
-    The integers are the mixed-radix digits of a 63-bit hash of the key. The bias is below
-    `prod(sizes) / 2**63`.
+    The integers are the mixed-radix digits of a 63-bit hash of the key. The bias of their
+    distribution is below `prod(sizes) / 2**63`.
 
     Example:
         >>> random_integers([10, 10], "crop", 5) == random_integers([10, 10], "crop", 5)
@@ -81,7 +81,7 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images in memory, which are randomly flipped horizontally if `flip` and `seed` are set.
+    """Images in memory. If `flip` and `seed` are set, images are randomly flipped horizontally.
 
     Example:
         >>> data = TensorImages(torch.zeros(5, 1, 8, 8, dtype=torch.uint8), torch.arange(5))

@@ -1,4 +1,4 @@
-"""The handwritten digits of scikit-learn, which need no download, with labels or descriptions."""
+"""Handwritten digits with labels or descriptions. scikit-learn contains them: no download."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +17,7 @@ from lit_diffusion.seeding import fold
 class Digits(ImageDataModule):
     """1,797 handwritten digits of 8x8 pixels: 1,437 for training, and 360 held out (36 per class).
 
-    The 17 grey levels v = 0, ..., 16 become `round(255 * v / 16)` in uint8.
+    The 17 gray levels v = 0, ..., 16 become `round(255 * v / 16)` in uint8.
 
     Args:
         part: pair (k, n). Training uses only the training digits k, k + n, k + 2n, and so on.
@@ -27,7 +27,7 @@ class Digits(ImageDataModule):
         ValueError: if not 0 <= k < n.
 
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine
-    Learning Repository, 1998. The data are the test part, as distributed with scikit-learn.
+    Learning Repository, 1998. scikit-learn distributes the test set of these data.
 
     Example:
         >>> images, labels, index = next(iter(Digits(batch_size=4).val_dataloader()))
@@ -53,10 +53,10 @@ class Digits(ImageDataModule):
 
 
 def is_held_out(labels: Tensor) -> Tensor:
-    """Compute which digits are held out, (N,) bool, from all labels (N,) of scikit-learn's file.
+    """Return a mask (N,) bool of the held-out digits, given all labels (N,) of scikit-learn's file.
 
-    In each class, the 36 digits with the smallest hash `fold("digits held out", i)` are held out.
-    Here, i is the index in the file.
+    In each class, the 36 digits with the smallest hashes `fold("digits held out", i)` are held out,
+    where i is the index of a digit in the file.
     """
     mask = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
@@ -94,7 +94,7 @@ class DigitWords(Words):
 
 
 class DescribedDigits(Digits):
-    """`Digits` with descriptions in place of labels: words (B, 4) int64 of `DigitWords`.
+    """`Digits` with descriptions instead of labels: word ids (B, 4) int64 from `DigitWords`.
 
     Example:
         >>> images, words, index = next(iter(DescribedDigits(batch_size=4).val_dataloader()))
@@ -111,7 +111,7 @@ class DescribedDigits(Digits):
         return TensorImages(digits.images, self.condition_of(numbers))
 
     def condition_of(self, seeds: Tensor) -> Tensor:
-        """Words (B, 4) int64 for images to generate. Seeds (B,) cycle through all descriptions."""
+        """Return word ids (B, 4) int64 for images to generate. Seed s has description `s % 90`."""
         words = DigitWords().for_seeds(seeds.tolist())
         assert isinstance(words, Tensor)
         return words
@@ -142,9 +142,9 @@ def _terciles() -> tuple[Tensor, Tensor]:
 def measure_ink_and_slant(images: Tensor) -> tuple[Tensor, Tensor]:
     """Measure ink and slant of bright figures on black.
 
-    Let w be the pixel values, and let r and c be the row and column minus their means under w. Then
-    ink is `mean(w)`. Slant is `-sum(w * r * c) / sum(w * r**2)`, in pixels to the right per pixel
-    up.
+    Let w be the pixel values, and let r and c be a pixel's row and column minus their means, which
+    are weighted by w. Ink is `mean(w)`. Slant is `-sum(w * r * c) / sum(w * r**2)`, the number of
+    pixels that a stroke moves to the right per pixel upwards.
 
     Args:
         images: (N, 1, H, W) uint8.

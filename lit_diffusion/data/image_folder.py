@@ -1,8 +1,8 @@
 """Folders of image files, and ImageNet. Unusable files are reported before training starts.
 
-The check decodes every file, which takes minutes for ImageNet. If a folder passes the check, a
-cache outside the folder therefore stores a digest of the files' names, sizes and modification
-times. The check is skipped as long as the digest is the same.
+The check decodes every file, which takes minutes for ImageNet. If a folder passes, a cache outside
+the folder stores a digest of the files' names, sizes and modification times. As long as the digest
+is the same, later runs skip the check.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
 
     Raises:
         FileNotFoundError: if `root` is not a folder.
-        ValueError: if there is no image below it.
+        ValueError: if there is no image in `root` and its subfolders.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"A folder of images is needed, {root.absolute()} is not one.")
@@ -79,8 +79,9 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
             in `root` itself.
 
     Raises:
-        ValueError: if there are classes and an image is in no class folder, or if a folder is empty
-            or is not among the classes. The message names these images or folders.
+        ValueError: if there are classes but an image is in no class folder, if a class folder has
+            no images, or if a folder is not among `classes`. The message names the images or the
+            folder.
     """
     folders = list_class_folders(root)
     if unknown := sorted(set(folders) - set(classes)):
@@ -106,7 +107,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     extensions = ", ".join(EXTENSIONS)
     if others:
         rank_zero_info(
-            f"Left out, as no images by their names ({extensions}): {_join(sorted(others))}."
+            f"Ignored files whose names do not end in {extensions}: {_join(sorted(others))}."
         )
     if unclassified:
         raise ValueError(f"In no class folder: {_join(unclassified)}. Move such images into one.")
@@ -122,7 +123,7 @@ def check_images(listing: Listing, requirements: Requirements, cache: Path, thre
     Args:
         listing: the files.
         requirements: requirements on the files.
-        cache: folder of the markers.
+        cache: folder in which a marker file is written if all files pass.
         threads: number of threads that check files.
 
     Raises:
@@ -145,7 +146,7 @@ def check_images(listing: Listing, requirements: Requirements, cache: Path, thre
     if faults:
         remedies = ["remove or repair those that cannot be read"]
         if requirements.strict and any("cannot be read" not in fault for fault in faults):
-            option = "--data.init_args.strict=false converts colours and enlarges small images"
+            option = "--data.init_args.strict=false converts colors and enlarges small images"
             remedies = [option, "or choose channels and image_size to fit them", *remedies]
         raise ValueError(
             f"{len(faults)} of {num} files in {listing.root} cannot be used: "
@@ -197,20 +198,21 @@ class FileImages(CroppedImages):
 
 
 class ImageFileDataModule(CroppedImageDataModule):
-    """Base class of the data modules that read image files. The files are checked first.
+    """Base class of the data modules that read image files and check them before training.
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
         full_check: whether the check decodes the files, which detects truncated files. If False,
             only their headers are read.
-        cache_dir: folder with markers of the folders that passed the check. None means
-            `lit-diffusion` in $XDG_CACHE_HOME or ~/.cache.
+        cache_dir: folder that records which files have passed the check. None means `lit-diffusion`
+            in $XDG_CACHE_HOME or ~/.cache.
         **options: options of `CroppedImageDataModule` (channels, flip, random_crop) and options of
             `ImageDataModule`.
     """
 
     strict: bool = False
-    """Whether images of another mode, or smaller than `image_size`, raise an error."""
+    """Whether an image raises an error if its mode does not fit `channels`, or if it is smaller
+    than `image_size`."""
 
     def __init__(
         self,
@@ -240,7 +242,7 @@ class ImageFileDataModule(CroppedImageDataModule):
             check_images(self._listing(folder), requirements, self.cache, self.default_workers())
 
     def load(self, split: Split) -> FileImages:
-        """Open a split, without augmentation, after checking its files (unless checked before)."""
+        """Open a split, without augmentation. Files that were not checked before are checked."""
         self.check()
         return FileImages(**self.crop_options(), listing=self.select(split))
 
@@ -249,7 +251,7 @@ class ImageFileDataModule(CroppedImageDataModule):
         return self._listing(self.folder(split))
 
     def fingerprint(self, split: Split) -> str:
-        """Hash, 16 hex digits, of the files' names, sizes and times, and of the image shape."""
+        """Hash of the image shape and of the files' names, sizes and times, as 16 hex digits."""
         listing = self.select(split)
         digest = hashlib.sha256(f"{listing.stamp} {self.image_shape}".encode())
         digest.update(listing.names.tobytes())
@@ -262,19 +264,20 @@ class ImageFileDataModule(CroppedImageDataModule):
 
 
 class ImageFolder(ImageFileDataModule):
-    """Your own images: class folders such as `cats/1.png` and `dogs/2.png`, or one flat folder.
+    """Your own images, in class folders (such as `cats/1.png`, `dogs/2.png`) or in one flat folder.
 
     Labels are numbered in the order of the class folders' names. Files in a flat folder have the
     label -1.
 
     Args:
         train: folder of the training images.
-        val: folder of the held-out images, with the same class folders. It can also be the number
-            of training images to hold out. Held out are then the images with the smallest hash
-            `fold("held out", name)` of their names.
+        val: folder of the held-out images, with the same class folders; or the number of training
+            images to hold out. In the latter case, the images with the smallest hashes
+            `fold("held out", name)` of their names are held out.
         image_size: pixels on each side of a crop, >= 1.
-        strict: whether images with a different mode, or smaller than `image_size`, raise an error.
-            If False, they are converted and enlarged. Alpha is dropped if `channels` has none.
+        strict: whether an image with a mode that does not fit `channels`, or smaller than
+            `image_size`, raises an error. If False, such images are converted and enlarged. Alpha
+            is dropped if `channels` is 1 or 3.
         **options: options of `ImageFileDataModule`: full_check, cache_dir; channels, flip,
             random_crop; batch_size, num_workers, num_predict, seed.
 
@@ -320,7 +323,7 @@ class ImageNet(ImageFileDataModule):
     """ImageNet (ILSVRC 2012), or a subset of its classes.
 
     Files are `train/n01440764/*.JPEG` and `val/n01440764/*.JPEG`. The held-out images are the
-    50,000 validation images, which must be sorted into class folders. As in guided-diffusion, grey
+    50,000 validation images, which must be sorted into class folders. As in guided-diffusion, gray
     and CMYK files are converted, and small images are enlarged.
 
     Args:

@@ -1,9 +1,9 @@
 """Latents written by `lit-diffusion encode`: shards as safetensors files, and an index.
 
-A shard has `moments` (n, 2C, h, w) float16 and `labels` (n,) int64. The moments are the unscaled
-mean and log-variance of each image's VAE posterior. The header of a shard has a digest of the
-images, the VAE and the settings. In decoded pixels, the error of float16 is smaller than the error
-of rounding to 8 bits.
+A shard holds the tensors `moments` (n, 2C, h, w) float16 and `labels` (n,) int64. The moments are
+the mean and log-variance of each image's VAE posterior, before the latents are scaled. The header
+of a shard holds a digest of the images, the VAE and the settings. Storing moments in float16
+changes the decoded pixels by less than rounding these pixels to 8 bits does.
 """
 
 import hashlib
@@ -26,22 +26,22 @@ from lit_diffusion.files import atomic_write, atomic_write_text, check_regular, 
 
 INDEX = "index.json"
 MAX_SHARDS = 10**6
-"""Maximal number of shards; more would take minutes to list."""
+"""Maximum number of shards. Listing more would take minutes."""
 
 
 @dataclass(frozen=True)
 class LatentIndex:
-    """Content of a complete folder of latents.
+    """Content of index.json: what a folder of latents contains when all shards are written.
 
     Attributes:
         num: number of images.
         image_shape: (C, H, W) of each image, in pixels.
-        classes: names of the labels.
-        shard_size: number of images in a shard. The last shard has the rest.
+        classes: name of each label.
+        shard_size: number of images in each shard. The last shard has the remaining images.
         vae: name of the VAE's folder.
         vae_sha256: SHA-256 of the VAE's weights.
-        images: fingerprint of the folder of images.
-        flips: whether there are also shards of the mirrored images.
+        images: fingerprint of the folder of images (`ImageFolder.fingerprint`).
+        flips: whether there are also shards with latents of the mirrored images.
     """
 
     num: int
@@ -59,7 +59,8 @@ class LatentIndex:
 
         Raises:
             FileNotFoundError: if there is no index.
-            ValueError: if the file is not an index, or has impossible numbers.
+            ValueError: if the file is not an index, or if a value has a wrong type or is out of
+                range.
         """
         path = folder / INDEX
         if not path.exists():
@@ -86,7 +87,7 @@ class LatentIndex:
         atomic_write_text(folder / INDEX, f"{json.dumps(asdict(self), indent=1)}\n", shared=True)
 
     def shards(self) -> list[tuple[str, range, bool]]:
-        """For each shard, its file name, image indices, and whether the images are mirrored."""
+        """List each shard as (file name, indices of its images, whether they are mirrored)."""
         return [
             (f"{kind}-{number:05d}.safetensors", range(self.num)[start:][: self.shard_size], flip)
             for kind, flip in [("latents", False), ("flipped", True)][: 1 + self.flips]
@@ -94,7 +95,7 @@ class LatentIndex:
         ]
 
     def missing_shards(self, folder: Path) -> list[tuple[str, range, bool]]:
-        """List the shards that are missing, truncated, or from other images or another VAE."""
+        """List the shards that are missing, truncated, or from different images or VAE weights."""
         missing = []
         for shard in self.shards():
             path, digest = folder / shard[0], None
@@ -108,7 +109,7 @@ class LatentIndex:
         """Write a shard of moments (n, 2C, h, w) and labels (n,), atomically.
 
         Raises:
-            ValueError: if moments are not finite in float16, for example if the VAE is damaged.
+            ValueError: if a moment is not finite in float16, as from a VAE with damaged weights.
         """
         half = moments.half().contiguous()
         if not half.isfinite().all():
@@ -136,7 +137,7 @@ def _map_moments(path: str) -> Any:
 class ShardedLatents(ImageDataset):
     """Dataset of moments (B, 2C, h, w) float16 in place of images.
 
-    If the folder has flips and a seed is set, the moments of the mirrored image are used with
+    If the folder has latents of mirrored images and `seed` is set, each image is mirrored with
     probability 1/2. The choice differs between epochs.
     """
 
@@ -163,19 +164,20 @@ class ShardedLatents(ImageDataset):
 class Latents(ImageDataModule):
     """Latents of images, written by `lit-diffusion encode`, for a module with a `VAECodec`.
 
-    Files are memory-mapped and read row by row. If the folder has flips, training images are
-    mirrored with probability 1/2. The choice differs between epochs.
+    Files are memory-mapped and read row by row. If the folder has latents of mirrored images
+    (`encode --flips`), training images are mirrored with probability 1/2. The choice differs
+    between epochs.
 
     Args:
         train: folder of latents.
-        val: folder of held-out latents from the same VAE. It can also be the number of images in
-            `train` to hold out. Held out are then the images with the smallest hash
-            `fold("held out", index)`.
+        val: folder of held-out latents from the same VAE; or the number of images in `train` to
+            hold out. In the latter case, the images with the smallest hashes
+            `fold("held out", index)` are held out.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: if a folder has no index.
-        ValueError: if shards are missing, or the folders differ in image shape, VAE or classes.
+        ValueError: if shards are missing, or if the folders differ in image shape, VAE or classes.
 
     Example:
         >>> data = Latents("latents/train", val=1000, batch_size=64)
@@ -242,13 +244,13 @@ class Latents(ImageDataModule):
         return ShardedLatents(folder, index, rows, torch.cat(labels)[rows])
 
     def fingerprint(self, split: Split) -> str:
-        """Hash, 16 hex digits, of the encoded images, the VAE and the split."""
+        """Hash of the encoded images, the VAE and the split, as 16 hex digits."""
         index = self._indices[self._folder(split)]
         parts = (index.images, index.vae_sha256, split, self.val if split == "train" else "")
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def default_workers(self) -> int:
-        """One, because rows are only copied, and no image is decoded."""
+        """Return 1, because workers only copy rows, and decode no image."""
         return 1
 
     def _folder(self, split: Split) -> Path:

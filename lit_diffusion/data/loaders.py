@@ -1,4 +1,4 @@
-"""The order of training images over processes, and resuming in the middle of an epoch."""
+"""Shuffle training images, divide them over processes, and resume in the middle of an epoch."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -17,13 +17,15 @@ from lit_diffusion.seeding import fold
 class ShuffledSampler(DistributedSampler[Any]):
     """Sampler that shuffles by (seed, epoch), and yields keys `epoch * N + index`.
 
-    N is the length of the dataset, and R is `num_replicas`. All ranks share one order, in which
-    rank r gets the positions r, r + R, and so on. Therefore, step k of an epoch has the same images
-    on one process with batch size `B * R` as on R processes with batch size B. Each rank gets
-    `floor(N / R)` images. Up to R - 1 images are dropped. The dropped images differ between epochs.
+    Let N be the length of the dataset, and R the number of ranks (`num_replicas`). All ranks
+    shuffle the dataset in the same order. Rank r gets the images at positions r, r + R, and so on.
+    Therefore, step k of an epoch has the same images on one process with batch size `B * R` as on R
+    processes with batch size B. Each rank gets `floor(N / R)` images. The remaining images, at most
+    R - 1, are dropped. They differ between epochs.
 
-    The class is a DistributedSampler because the Trainer leaves such a sampler unchanged. The
-    Trainer would replace any other sampler with one that repeats images or shards a second time.
+    The class is a subclass of DistributedSampler, because the Trainer does not change such a
+    sampler. The Trainer would replace any other sampler with one that repeats images, or that
+    divides them over the ranks a second time.
 
     Example:
         >>> sampler = ShuffledSampler(range(4), seed=0)
@@ -49,11 +51,12 @@ class ShuffledSampler(DistributedSampler[Any]):
 
 
 def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
-    """Smallest batch size >= `batch_size` with which all processes have the same number of batches.
+    """Return the smallest size >= `batch_size` that gives all processes equally many batches.
 
-    If no image is repeated, the number of images differs by up to one between processes. Some
-    processes may then need one more batch. With a sharded model (FSDP), these processes would hang,
-    because every forward pass communicates.
+    If no image is repeated, the number of images differs by up to one between processes. With
+    `batch_size`, some processes might therefore have one more batch than others. If the model is
+    sharded (FSDP), these processes would hang in their last batch, because a forward pass needs all
+    processes.
 
     Raises:
         ValueError: if there are fewer images than processes.
@@ -76,14 +79,14 @@ def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
 class ResumableLoader(DataLoader[Any]):
     """DataLoader that skips the batches of an epoch that were trained on before a resume.
 
-    A resumed Trainer knows the number of these batches, but an ordinary loader would start the
+    A resumed Trainer knows the number of batches to skip, but an ordinary loader would start the
     epoch again. This loader reads the number when the first batch of an epoch is requested, because
-    Lightning creates iterators before it restores its loops.
+    Lightning restores its loops after it has created the iterators.
 
     Args:
         dataset: dataset of a DataLoader.
         batches_done: function that returns the number of batches to skip in an epoch. It is called
-            at the first batch of the epoch.
+            when the first batch of the epoch is requested.
         **options: options of DataLoader, with a ShuffledSampler as `sampler`. If Lightning replaces
             the sampler, as with `overfit_batches`, the skipped batches are loaded and dropped.
 
@@ -120,7 +123,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 def batches_done_in_epoch(trainer: Trainer) -> int:
-    """Number of training batches fetched in the current epoch, including those before a resume."""
+    """Number of training batches of the current epoch so far, including batches before a resume."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
@@ -128,14 +131,14 @@ def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches
     """Convert the batch count of an interrupted epoch to a different batch size, on resume.
 
     The epoch continues after the images that it has already used. If these images are not a whole
-    number of optimizer steps with the new size, the epoch continues after the last whole step. A
-    warning then says that some images are repeated.
+    number of optimizer steps of the new batch size, the epoch continues after the last whole step.
+    Some images are then repeated, and a warning says so.
 
     Args:
         trainer: Trainer that is about to restore its loops.
         old_size: images per batch over all processes in the run that wrote the checkpoint.
         new_size: images per batch over all processes in this run.
-        num_batches: batches per epoch of this run, before the Trainer's limit.
+        num_batches: batches per epoch of this run, without `trainer.limit_train_batches`.
     """
     progress = loaded_checkpoint(trainer)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     current, num_batches = progress["current"], limited_batches(trainer, num_batches)
@@ -149,8 +152,8 @@ def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches
         batches = steps * per_step
         if batches * new_size != images_done:
             rank_zero_warn(
-                f"The checkpoint is {images_done} images into an epoch, which are no whole number "
-                f"of this run's optimizer steps of {new_size * per_step} images: the epoch "
+                f"The checkpoint is {images_done} images into an epoch, which is not a whole "
+                f"number of this run's optimizer steps of {new_size * per_step} images: the epoch "
                 f"continues after {batches * new_size} images."
             )
     current.update(

@@ -13,20 +13,20 @@ from lit_diffusion.data.datasets import TensorImages, take_part
 
 
 class MNIST(ImageDataModule):
-    """MNIST: 60,000 training and 10,000 held-out grey digits of 28x28 pixels.
+    """MNIST: 60,000 training and 10,000 held-out gray digits of 28x28 pixels.
 
     Missing files are downloaded. If there is no network, put the files into `root`.
 
     Args:
-        root: folder of `MNIST/raw/train-images-idx3-ubyte` and the other files, to which missing
-            files are downloaded.
-        part: (k, n) trains on the training images k, k + n, k + 2n, and so on.
+        root: folder that contains `MNIST/raw/train-images-idx3-ubyte` and the other files. Missing
+            files are downloaded into it.
+        part: pair (k, n). Training uses only the training images k, k + n, k + 2n, and so on.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: if files are missing and cannot be downloaded. The message names the
             files and their folder.
-        ValueError: if a file is truncated or has other content, or unless 0 <= k < n.
+        ValueError: if a file is truncated or has unexpected content, or unless 0 <= k < n.
 
     Source: Y. LeCun, C. Cortes and C. Burges, "The MNIST database of handwritten digits", 1998.
 
@@ -64,7 +64,7 @@ class MNIST(ImageDataModule):
             ) from error
 
     def pending_setup(self) -> str | None:
-        """A clause for the pending download; None if no file is missing."""
+        """Return a clause that announces a download; None if no file is missing."""
         if not self._missing():
             return None
         return f"{self._name} will be downloaded into {self.root}, which needs a network"
@@ -105,20 +105,20 @@ class MNIST(ImageDataModule):
 
 
 class FashionMNIST(MNIST):
-    """FashionMNIST: 60,000 training and 10,000 held-out grey images of clothes, 28x28 pixels.
+    """FashionMNIST: 60,000 training and 10,000 held-out gray images of clothes, 28x28 pixels.
 
     Missing files are downloaded. If there is no network, put the files into `root`.
 
     Args:
-        root: folder of `FashionMNIST/raw/train-images-idx3-ubyte` and the other files, to which
-            missing files are downloaded.
-        part: (k, n) trains on the training images k, k + n, k + 2n, and so on.
+        root: folder that contains `FashionMNIST/raw/train-images-idx3-ubyte` and the other files.
+            Missing files are downloaded into it.
+        part: pair (k, n). Training uses only the training images k, k + n, k + 2n, and so on.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: if files are missing and cannot be downloaded. The message names the
             files and their folder.
-        ValueError: if a file is truncated or has other content, or unless 0 <= k < n.
+        ValueError: if a file is truncated or has unexpected content, or unless 0 <= k < n.
 
     Source: Xiao, Rasul & Vollgraf 2017 (arXiv 1708.07747).
 

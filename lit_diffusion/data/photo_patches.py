@@ -1,4 +1,4 @@
-"""Colour crops of the two photographs that ship with scikit-learn. Nothing is downloaded."""
+"""Color crops of the two photographs that scikit-learn contains. Nothing is downloaded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ TRAIN_ROWS = 284
 class RandomPatches(ImageDataset):
     """Random 32x32 crops of photos. The label of a crop is the index of its photo.
 
-    Crop positions change with the epoch. Without a seed, they are the same in every run.
+    Crop positions are a function of (seed, epoch, index). If `seed` is None, a fixed seed is used.
 
     Example:
         >>> photos = torch.zeros(2, 3, 40, 40, dtype=torch.uint8)
@@ -51,11 +51,11 @@ class RandomPatches(ImageDataset):
 
 
 class PhotoPatches(ImageDataModule):
-    """Random 32x32 colour crops of two photographs of 427x640: a temple (0) and a flower (1).
+    """Random 32x32 color crops of two photographs: a temple (label 0) and a flower (label 1).
 
-    Training crops are from rows 0-283 and are new in every epoch. Held-out crops are from rows
-    284-426 and are fixed. The two splits have no pixel in common. `images("train")` returns fixed
-    crops of the training rows.
+    Each photograph has 427 rows and 640 columns. Training crops are from rows 0-283, and are drawn
+    anew in every epoch. Held-out crops are from rows 284-426 and are fixed. The two splits have no
+    pixel in common. `images("train")` returns fixed crops of the training rows.
 
     Args:
         epoch_size: training crops in an epoch, >= 1.

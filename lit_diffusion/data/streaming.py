@@ -1,8 +1,8 @@
-"""Image sets that are too large for the local disk, in litdata's chunks in a bucket or folder.
+"""Image sets too large for the local disk, as chunks of litdata in a bucket or mounted folder.
 
-This file uses only litdata's reader of single samples. For each sample, the reader makes two range
-requests to a bucket, or reads a memory-mapped file in a folder. This file does not use litdata's
-loader, because that loader could resume only with the same number of workers and ranks.
+This module uses only litdata's reader of single samples. For each sample, the reader makes two HTTP
+range requests to a bucket, or reads a memory-mapped file in a folder. litdata's own loader is not
+used, because it can resume only with the same number of workers and ranks.
 """
 
 import hashlib
@@ -43,8 +43,8 @@ PLAIN_FORMATS = re.compile(
 """litdata formats whose values are plain data. Others are unpickled (including "graph" and
 "x:pickle"), or passed to libraries that images do not need."""
 PLAIN_TYPES = (None, "builtins.dict", "builtins.list", "builtins.tuple", "collections.OrderedDict")
-"""Container types allowed in samples; None marks a value. "collections.defaultdict" is excluded, as
-litdata imports a module named by the index for it."""
+"""Container types allowed in samples; None marks a value. "collections.defaultdict" is excluded,
+because litdata would import a module that the index names."""
 
 
 class ChunkedSet(NamedTuple):
@@ -72,7 +72,7 @@ class Fields:
     num_classes: int | None  # labels are in [0, num_classes); None ignores labels
 
     def extract(self, sample: Any, name: str) -> tuple[Any, int]:
-        """Return the undecoded image of a sample, and its label, or -1 if labels are ignored.
+        """Return the undecoded image of a sample, and its label (-1 if labels are ignored).
 
         Raises:
             ValueError: if a key is missing or the label is out of range. The message mentions
@@ -135,7 +135,7 @@ class StreamedDataset(CroppedImages):
             raise OSError(f"{name} cannot be read ({error}).") from error
         if fault is not None:
             raise ValueError(
-                f"{name} {fault}: --data.init_args.strict=false converts colours and enlarges "
+                f"{name} {fault}: --data.init_args.strict=false converts colors and enlarges "
                 "small images; or choose channels and image_size to fit them."
             )
         return converted
@@ -144,32 +144,33 @@ class StreamedDataset(CroppedImages):
 class StreamedImages(CroppedImageDataModule):
     """Your own images in litdata's chunks, in a bucket or a mounted folder.
 
-    If the set is in a bucket, only the index is downloaded to the disk. Each image takes two
-    requests, so throughput grows with `num_workers`, which may exceed the number of cores. The
-    first image of each set is checked at the start. Other images are checked when they are read.
+    If the set is in a bucket, only the index is stored on the disk, and each image takes two
+    requests. Therefore, throughput grows with `num_workers`, which may exceed the number of cores.
+    The first image of each set is checked at the start, and the others when they are read.
 
     Args:
         train: s3://BUCKET/PATH or gs://BUCKET/PATH of the training set, or a folder. Samples are
             dictionaries with an image (the bytes of an image file, a Pillow image, or a tensor
             (C, H, W) uint8) and optionally a label.
-        val: URL or folder of the held-out set. It can also be the number of samples in `train` to
-            hold out. Held out are then the samples with the smallest hash
-            `fold("held out", index)`, which is computed for all samples.
+        val: URL or folder of the held-out set; or the number of samples in `train` to hold out. In
+            the latter case, the samples with the smallest hashes `fold("held out", index)` are held
+            out, and the hash of every sample is computed at the start.
         image_size: pixels on each side of a crop, >= 1.
         num_classes: number of classes. Labels are integers in [0, num_classes). None ignores
             labels.
         image: key of the image in a sample.
         label: key of the label in a sample.
-        strict: whether images with a different mode, or smaller than `image_size`, raise an error.
-            If False, they are converted and enlarged.
+        strict: whether an image with a mode that does not fit `channels`, or smaller than
+            `image_size`, raises an error. If False, such images are converted and enlarged.
         **options: options of `CroppedImageDataModule`: channels, flip, random_crop; batch_size,
             num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: if a folder holds no set, or chunks are missing or truncated.
+        FileNotFoundError: if a folder has no index of litdata, or if chunks are missing or
+            truncated.
         ModuleNotFoundError: if litdata is not installed.
-        ValueError: if a set has wrong keys or images, is compressed, or could run code when it is
-            read.
+        ValueError: if samples lack `image` or `label` or have unsuitable images, or if a set is
+            compressed or could run code when it is read.
 
     Example:
         >>> data = StreamedImages("s3://bucket/train", val=1000, image_size=64, num_workers=32)
@@ -258,14 +259,15 @@ def _normalize_url(url: str) -> str:
 def open_set(url: str, process: int) -> ChunkedSet:
     """Open the set at `url`, once per process.
 
-    Processes cannot share connections and mapped files. The argument `process` is the process id.
-    With it, a forked process opens the set again.
+    The result is cached by `url` and `process`, the process id. A forked process therefore opens
+    the set again, because processes cannot share connections and mapped files.
 
     Raises:
-        FileNotFoundError: if a folder holds no set.
+        FileNotFoundError: if a folder has no index of litdata.
         ModuleNotFoundError: if litdata is not installed.
         OSError: if the first sample cannot be read.
-        ValueError: if it is not a litdata dataset, is compressed, or could run code when read.
+        ValueError: if the set is not a litdata dataset, is compressed, or could run code when it is
+            read.
     """
     if find_spec("litdata") is None:
         raise ModuleNotFoundError("StreamedImages needs litdata: pip install -e '.[streaming]'.")
@@ -306,7 +308,7 @@ def open_set(url: str, process: int) -> ChunkedSet:
 def find_unsafe(
     formats: Sequence[str], spec: dict[str, Any], filenames: Iterable[str]
 ) -> str | None:
-    """Describe in a phrase why reading samples of a set is unsafe. None for plain data.
+    """Return a phrase that says why reading a set is unsafe; None if its samples are plain data.
 
     Args:
         formats: litdata formats of the values in a sample, from the index.

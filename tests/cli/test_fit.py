@@ -210,7 +210,7 @@ def test_a_finished_run_is_not_trained_again(capsys):
     before, command = files(), f"{FIT} --trainer.max_steps=-1 --trainer.max_epochs=-1"
     for unit, limit in (("steps", 8), ("epochs", 2)):
         assert call(f"{command} --ckpt_path=last --trainer.max_{unit}={limit}") == 2
-        rule = f"last.ckpt has {limit} {unit}, and trainer.max_{unit} is {limit}; raise that to"
+        rule = f"last.ckpt has {limit} {unit}, and trainer.max_{unit} is {limit}; raise "
         assert rule in capsys.readouterr().err
     assert call(f"{FIT} --ckpt_path=last-or-none") == 0
     assert "the run is finished" in capsys.readouterr().err

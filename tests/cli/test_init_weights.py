@@ -93,7 +93,7 @@ def test_settings_under_which_the_same_weights_mean_something_else_are_listed():
 def test_what_does_not_fit_is_listed_and_left():
     module, line = start("old:raw", channel_mult=(1, 2, 2))
     assert "left as they were (network.output_blocks.1.0.in_layers.0.weight (24,) for (32,)" in line
-    assert "new because the file has none such (network.input_blocks." in line
+    assert "new because the file does not have them (network.input_blocks." in line
     name = "network.time_embed.0.weight"
     assert torch.equal(module.state_dict()[name], weights("old")[name])
 

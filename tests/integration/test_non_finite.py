@@ -108,7 +108,7 @@ SAVE_EACH_STEP = (
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default:.* is again that of the save before")
+@pytest.mark.filterwarnings("default:.* is again the checkpoint of the save before")
 def test_a_run_that_diverges_is_stopped_and_its_batch_written(config, capsys):
     assert call("fit --config small.yaml") == 0
     last = Path("runs/small/checkpoints/last.ckpt")

@@ -32,7 +32,7 @@ class Level(IntEnum):
 
     OK = 0
     NOTE = 1  # worth knowing; nothing has to change
-    WARNING = 2  # the run will end, and probably not as intended
+    WARNING = 2  # the run will end, but probably not as intended
     PROBLEM = 3  # the run will fail, never end, or not do what the config says
 
 
@@ -52,9 +52,9 @@ problem = partial(Finding, Level.PROBLEM)
 
 
 def check_ranks(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether each process on a CPU has a core, and SLURM starts as many as the config needs.
+    """Check that each CPU process has a core, and that SLURM starts all processes of the run.
 
-    Lightning itself raises an error for most mistakes with torchrun.
+    torchrun is not checked, because Lightning raises an error for most mistakes with it.
     """
     devices, nodes = run.cli.num_devices, run.cli.num_nodes
     if run.trainer.strategy.root_device.type == "cpu" and devices > (cores := usable_cores()):
@@ -79,13 +79,13 @@ def check_ranks(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_length(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the run ends, and after how many steps."""
+    """Check that the run ends, and report after how many steps."""
     steps, trainer = run.num_steps, run.trainer
     if trainer.max_steps == trainer.max_epochs == -1 and not run.has_timer:
         text = "never stops: max_steps and max_epochs are both -1; set --trainer.max_steps=N."
         yield warning("length", text)
     elif steps is None:
-        yield note("length", "unknown: a time ends the run, or epochs of unknown length.")
+        yield note("length", "unknown: a time limit ends the run, or epochs have no known length.")
     elif steps <= run.start_step:
         text = f"no step is left: {run.start_step:,} of {steps:,} are done (see max_steps, "
         yield problem("length", f"{text}max_epochs and limit_train_batches); raise the limit.")
@@ -99,7 +99,7 @@ def check_length(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether validations, evaluations and saves happen within the run."""
+    """Check that validations, evaluations and saves happen within the run."""
     steps, validation = run.num_steps, run.validation_interval
     if steps is None or steps <= run.start_step:
         return
@@ -119,7 +119,7 @@ def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_lr(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the warm-up of the lr is short compared with the run."""
+    """Check that the warm-up of the lr is short compared with the run."""
     for config in run.trainer.lr_scheduler_configs:
         scheduler, steps = config.scheduler, run.num_steps
         if config.interval != "step" or not steps:
@@ -135,7 +135,7 @@ def check_lr(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_ema(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether averages lag too far behind."""
+    """Check that EMA weights do not lag too far behind the trained weights."""
     emas = [c for c in run.callbacks if isinstance(c, EMA) and not isinstance(c, PowerEMA)]
     steps = run.num_steps or 0
     for decay, warmup in [(d, ema.warmup) for ema in emas for d in ema.decays if steps]:
@@ -150,7 +150,7 @@ def check_ema(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_terminal_snr(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the noisiest time, and the first time of the solver, leave nothing of the image.
+    """Check that x_t is almost pure noise at the noisiest time and at the solver's first time.
 
     Source: Lin et al. 2024, "Common Diffusion Noise Schedules and Sample Steps are Flawed".
     """
@@ -172,7 +172,7 @@ def check_terminal_snr(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_label_dropout(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the unconditional prediction that guidance needs is trained."""
+    """Check that the unconditional prediction, which guidance needs, is trained."""
     if not isinstance(module := run.module, DiffusionModule) or module.num_classes is None:
         return
     dropout, guidance = module.label_dropout, module.guidance
@@ -190,7 +190,7 @@ def check_label_dropout(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_time(run: ExaminedRun) -> Iterator[Finding]:
-    """Estimated time of the rest of the run, and the fractions of validation and sampling."""
+    """Estimate the time that is left, and which fractions validation and sampling take."""
     training = ((run.num_steps or 0) - run.start_step) * run.step_seconds
     if not training > 0:  # no steps are left, or their number or duration is unknown
         return
@@ -213,7 +213,7 @@ def check_time(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_disk(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether checkpoints and snapshots of averages fit on the disk."""
+    """Check that checkpoints and snapshots of averages fit on the disk."""
     root, module = run.request.root, run.module
     weights = sum(v.nbytes for v in module.state_dict().values() if isinstance(v, Tensor))
     trained = sum(4 * p.numel() for p in module.parameters() if p.requires_grad)  # float32
@@ -250,9 +250,9 @@ CHECKS += (check_terminal_snr, check_label_dropout, check_time, check_disk)
 
 
 def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
-    """Findings about the run of `fit` with these options.
+    """Yield findings about the run of `fit` with these options.
 
-    Each measurement of time takes about `seconds`.
+    Each measurement of speed takes about `seconds` seconds.
     """
     with ExitStack() as contexts:
         try:

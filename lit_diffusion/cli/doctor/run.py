@@ -34,10 +34,10 @@ OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in {*callbacks.__all__} 
 
 
 class FitOnOneProcess(RunCLI):
-    """Builds everything that `fit` builds, with a Trainer of one process that writes to `folder`.
+    """Builds everything that `fit` builds, but with a one-process Trainer that writes to `folder`.
 
-    The class also builds the Trainer of the config. If that Trainer cannot be built, `failures`
-    says why, and the Trainer with one process uses the CPU.
+    The class also builds the Trainer of the config. If this Trainer cannot be built, `failures`
+    says why, and the one-process Trainer runs on the CPU.
     """
 
     def __init__(self, request: Request, contexts: ExitStack, folder: str) -> None:
@@ -47,7 +47,7 @@ class FitOnOneProcess(RunCLI):
         super().__init__(request, contexts)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build both Trainers, and return the Trainer with one process."""
+        """Build both Trainers, and return the one-process Trainer."""
         settings = self.trainer_settings
         try:
             trainer = super().instantiate_trainer(**kwargs)
@@ -80,8 +80,8 @@ class ExaminedRun:
     """The objects of a run, its length and its measured times. None means unknown.
 
     Args:
-        cli: has the objects that `fit` builds.
-        seconds: maximum duration of each measurement of time.
+        cli: holds the objects that `fit` builds.
+        seconds: time limit of each measurement of speed.
     """
 
     def __init__(self, cli: FitOnOneProcess, seconds: float) -> None:
@@ -166,7 +166,7 @@ class ExaminedRun:
     def _start(self, callbacks: list[Callback], seconds: float) -> None:
         """Call `fit`, which sets everything up and restores a checkpoint, and time its first steps.
 
-        Makes no step if one is expected to take longer than `seconds`.
+        No step is made if a step is expected to take longer than `seconds`.
         """
         watch = Stopwatch(seconds, makes_steps=not self.step_seconds > seconds)
         self.trainer.callbacks = [*callbacks, watch]  # type: ignore[attr-defined]
@@ -185,7 +185,7 @@ class ExaminedRun:
             self.step_source = f"measured on {last - first} steps"
 
     def _count_steps(self) -> None:
-        """Compute the length of the run, which may have more processes than this Trainer."""
+        """Compute the run's length. The run may have more processes than this Trainer."""
         trainer, loader = self.trainer, self.trainer.train_dataloader
         accumulate = trainer.accumulate_grad_batches
         dataset = getattr(loader, "dataset", None)
@@ -223,8 +223,9 @@ class FitMeasured(Exception):
 class Stopwatch(Callback):
     """Times the first optimizer steps of a fit, and ends it by raising `FitMeasured`.
 
-    The fit ends 30 steps or `seconds` after its first step, which may compile the network. It also
-    ends at a validation. Unless it `makes_steps`, it ends before the first step.
+    The fit ends after 30 steps, or `seconds` seconds after its first step. (The first step does not
+    count, because it may compile the network.) A validation also ends the fit. If `makes_steps` is
+    False, the fit ends before its first step.
     """
 
     def __init__(self, seconds: float, makes_steps: bool) -> None:
@@ -265,6 +266,6 @@ def synchronized_time() -> float:
 
 
 def describe_failure(error: BaseException) -> str:
-    """The message of an error; with its type unless a check raised it."""
+    """The message of an error, with the type of the error unless a check raised it."""
     text = describe_error(error)
     return text if is_user_error(error) else f"{type(error).__name__}: {text}"
