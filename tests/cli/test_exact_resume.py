@@ -32,7 +32,7 @@ class SaveAt(pl.Callback):
 @pytest.mark.parametrize(
     ("hook", "batch", "options", "reason"),
     [
-        ("on_train_batch_end", 2, {}, "before the validation of its step, which is left out"),
+        ("on_train_batch_end", 2, {}, "before the validation of its step, which the resume skips"),
         ("on_train_batch_end", 3, {}, None),
         ("on_validation_end", 2, {}, None),
         ("on_train_epoch_end", 4, {}, "at the end of an epoch"),
