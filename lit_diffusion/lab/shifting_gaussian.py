@@ -16,9 +16,9 @@ from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter, tot
 class ShiftingGaussian(TimestepWriter):
     """Samples noise levels from a Gaussian whose mean moves from the noisiest to the cleanest one.
 
-    The mean moves in proportion to the number of optimizer steps (`trainer.global_step`). The
-    callback logs this mean as `shifting/mean`. It logs the total variation distance between the
-    density and the uniform density as `shifting/tv`.
+    The mean moves linearly with the number of optimizer steps (`trainer.global_step`). The callback
+    logs the mean as `shifting/mean`. It logs the total variation distance between the density and
+    the uniform density as `shifting/tv`.
 
     Args:
         num_steps: optimizer steps until the mean reaches `end`, where it stays.

@@ -223,9 +223,7 @@ def plot_landscape(
     if trajectory is not None:
         steps = [each.step for each in on_trajectory]
         common.save_result(out / "way", {"steps": steps, "points": trajectory, "share": share})
-        lines.append(
-            f"The plane explains {share:.1%} of the squared distances of --path from C."
-        )
+        lines.append(f"The plane explains {share:.1%} of the squared distances of --path from C.")
     return "\n".join([*lines, note])
 
 

@@ -4,12 +4,12 @@
     discriminator: image -- blocks that downsample -- features, summed over pixels
         -- logit = linear(features) + <embedding(label), features>
 
-The latent z is split into the parts z_0, z_1, ..., z_n: z_0 for the linear layer and z_i for block
-i.
+The latent z is split into equal parts z_0, z_1, ..., z_n. The linear layer gets z_0, and the norms of
+block i are conditioned on z_i.
 
 All linear, convolutional and embedding layers have spectral norm, except the generator's class
-embedding. The parameters have other names than in other implementations, so their checkpoints do
-not load here.
+embedding. The parameters have other names than in other implementations, so checkpoints from there
+cannot be loaded.
 
 Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection
 discriminator); Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
@@ -142,14 +142,14 @@ class BigGANGenerator(nn.Module):
     Args:
         num_classes: number of classes.
         out_channels: channels of the images.
-        widths: channels before each block, then channels after the last block, in units of
-            `width`. Its length is the number of blocks plus 1. The five blocks of (16, 16, 8, 4, 2,
-            1) generate images of 128 x 128 pixels.
-        width: factor of the channels in `widths`; 96 in the paper.
+        widths: channels before each block, then channels after the last block, divided by `width`.
+            There is one number more than blocks. With the default, five blocks generate images of
+            128 x 128 pixels.
+        width: base width, by which all `widths` are multiplied; 96 in the paper.
         latent_dim: size of z. The first layer and each block get an equal part of z.
         label_dim: size of the class embedding. All blocks share one embedding.
-        attention_at: side in pixels of the block output after which attention is inserted. 0 means
-            no attention.
+        attention_at: attention follows the block whose output has this side in pixels. 0 means no
+            attention.
         smallest: side in pixels of the input of the first block.
 
     Raises:
@@ -219,12 +219,12 @@ class BigGANDiscriminator(nn.Module):
     Args:
         num_classes: number of classes.
         in_channels: channels of the images.
-        widths: channels after each block, in units of `width`.
-        width: factor of the channels in `widths`; 96 in the paper.
+        widths: channels after each block, divided by `width`.
+        width: base width, by which all `widths` are multiplied; 96 in the paper.
         unhalved: number of blocks at the end that keep the resolution.
         image_size: side of the images in pixels. It only determines where attention is inserted.
-        attention_at: side in pixels of the block output after which attention is inserted. 0 means
-            no attention.
+        attention_at: attention follows the block whose output has this side in pixels. 0 means no
+            attention.
 
     Raises:
         ValueError: if `unhalved` is negative or leaves no block that halves the resolution, or if

@@ -3,8 +3,8 @@
     generator: z -- transposed convolution to smallest x smallest -- doubled to image_size -- tanh
     discriminator: image -- halved to smallest x smallest -- one convolution to a logit
 
-The parameters have other names than in other implementations, so their checkpoints do not load
-here.
+The parameters have other names than in other implementations, so checkpoints from there cannot be
+loaded.
 
 Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3. Widths and initialization are from
 dcgan/main.py of pytorch/examples.

@@ -111,8 +111,8 @@ class GANModule(LightningModule):
             of the discriminator's logit with respect to a real image.
 
     Raises:
-        ValueError: if `discriminator_steps` or `r1` is out of range, or if a network has another
-            number of classes than `num_classes`.
+        ValueError: if `discriminator_steps` or `r1` is out of range, or if the number of
+            classes of a network is not `num_classes`.
 
     Source: Goodfellow et al. 2014, algorithm 1. The R1 penalty is Eq. 9 of Mescheder et al. 2018.
 
@@ -187,7 +187,7 @@ class GANModule(LightningModule):
         self._generator_loss = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the generator's last loss, which is logged until the generator's next step."""
+        """Save the generator's last loss, which every batch logs until the generator's next step."""
         if self._generator_loss is not None:
             checkpoint["generator_loss"] = float(self._generator_loss)
 
