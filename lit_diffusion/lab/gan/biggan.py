@@ -4,8 +4,8 @@
     discriminator: image -- blocks that downsample -- features, summed over pixels
         -- logit = linear(features) + <embedding(label), features>
 
-The latent z is split into equal parts z_0, z_1, ..., z_n. The linear layer gets z_0, and the norms of
-block i are conditioned on z_i.
+The latent z is split into equal parts z_0, z_1, ..., z_n. The linear layer gets z_0, and the norms
+of block i are conditioned on z_i.
 
 All linear, convolutional and embedding layers have spectral norm, except the generator's class
 embedding. The parameters have other names than in other implementations, so checkpoints from there

@@ -187,7 +187,7 @@ class GANModule(LightningModule):
         self._generator_loss = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the generator's last loss, which every batch logs until the generator's next step."""
+        """Save the generator's last loss, which is logged again until its next step."""
         if self._generator_loss is not None:
             checkpoint["generator_loss"] = float(self._generator_loss)
 
