@@ -201,7 +201,8 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
 def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:
     """Find the FIDs that `evaluate --ema` measured at the last step of a run.
 
-    Only FIDs that were measured with the most common settings at this step are used.
+    If FIDs were measured with different settings, only those with the most common settings are
+    used.
 
     Returns:
         The settings of the measurement, and the FIDs by width of the EMA.

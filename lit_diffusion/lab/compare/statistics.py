@@ -156,7 +156,8 @@ def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
     """Run a paired t test of the log speed-up to an FID, over shared seeds.
 
     Returns:
-        The result; None if the test is undefined, or if only a bound of a step is known.
+        The result; None if the test is undefined, or if only a bound is known for the step at which
+        a run reached the FID.
     """
     pairs = shared_seeds(arm, baseline)
     slow = [other.crossing(fid) for _, other in pairs]
@@ -167,7 +168,7 @@ def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
 
 
 def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
-    """Run a paired t test of log last FID of an arm minus that of the baseline, over shared seeds.
+    """Run a paired t test of the log ratio of last FIDs (arm / baseline), over shared seeds.
 
     The last FID of a run is the geometric mean over its sets of samples. If runs have different
     numbers of sets, only as many sets are used as the run with the fewest sets has.

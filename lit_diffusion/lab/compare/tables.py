@@ -153,8 +153,8 @@ def format_speedup(speedup: Speedup) -> str:
 def format_target(result: Result, comparison: Comparison) -> str:
     """Format the FID to which a speed-up is measured, such as " to 0.306"; "" if it is the target.
 
-    If this FID and the target would be the same text after rounding, the result has more digits and
-    also contains the target, as in " to 0.2693, not 0.2691".
+    If this FID and the target are equal after rounding, the result has more digits and also
+    contains the target, as in " to 0.2693, not 0.2691".
     """
     if result.at == comparison.target:
         return ""
@@ -260,7 +260,8 @@ def last_samples_table(arms: Sequence[Arm]) -> Table | None:
 def common_steps(arms: Sequence[Arm]) -> list[float]:
     """List the steps at which all runs were evaluated.
 
-    If there are none, list the steps at which all runs of the first arm were evaluated.
+    If no step is common to all runs, list the steps at which all runs of the first arm were
+    evaluated.
     """
     shared = [set.intersection(*(set(c.steps) for c in arm.curves)) for arm in arms]
     return sorted(set.intersection(*shared) or shared[0])
