@@ -4,8 +4,8 @@
     python docs/concepts/figures.py            # all; about half a minute on one CPU core
     python docs/concepts/figures.py times ema  # some
 
-Every figure comes from public functions of this library on data with an exact denoiser, or on the
-photographs that ship with scikit-learn. No network is trained.
+The figures use public functions of this library. The data are distributions with an exact denoiser,
+or a photograph that ships with scikit-learn. No network is trained.
 """
 
 import re
@@ -69,7 +69,7 @@ STYLE = {
 
 
 def photo(size: int, gray: bool = True) -> Tensor:
-    """uint8 (1, 1 or 3, size, size): the head of the flower of scikit-learn's photographs."""
+    """Return the head of the flower in scikit-learn's photograph, uint8 (1, 1 or 3, size, size)."""
     flower = Image.fromarray(load_sample_images().images[1])
     flower = flower.crop((170, 50, 470, 350)).resize((size, size), Image.Resampling.LANCZOS)
     pixels = torch.frombuffer(bytearray(flower.tobytes()), dtype=torch.uint8)
@@ -78,11 +78,11 @@ def photo(size: int, gray: bool = True) -> Tensor:
 
 
 class Mixture:
-    """Data from a mixture of Gaussians, of which the exact estimate of x0 is known.
+    """A mixture of Gaussians, for which the optimal estimate of x0 has a closed form.
 
     Args:
-        means: (K, D).
-        std: of each Gaussian, in every direction.
+        means: (K, D) means of the Gaussians.
+        std: standard deviation of each Gaussian, in every direction.
         labels: (K,) class of each Gaussian.
     """
 
@@ -91,13 +91,13 @@ class Mixture:
         self.labels = torch.zeros(len(means), dtype=torch.long) if labels is None else labels
 
     def draw(self, n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Points (n, D) and their labels (n,)."""
+        """Sample points (n, D) and their labels (n,)."""
         k = torch.randint(len(self.means), (n,), generator=generator)
         noise = torch.randn(n, self.means.shape[1], generator=generator)
         return self.means[k] + self.std * noise, self.labels[k]
 
     def denoise_for(self, process: Process) -> Callable:
-        """labels (B,), -1 for none -> the denoiser that solvers and guidance use."""
+        """Return a function from labels (B,), where -1 means no label, to a denoiser."""
 
         def for_labels(labels: Tensor) -> Callable[[Tensor, Tensor], Denoised]:
             allowed = (labels[:, None] == self.labels) | (labels[:, None] < 0)
@@ -118,17 +118,17 @@ class Mixture:
         return for_labels
 
     def denoise(self, process: Process, n: int) -> Callable[[Tensor, Tensor], Denoised]:
-        """The denoiser of n points without labels."""
+        """Return the denoiser for n points without labels."""
         return self.denoise_for(process)(torch.full((n,), -1))
 
 
 def levels(low: float = -4, high: float = 4, num: int = 400) -> Tensor:
-    """(num,) float64 noise levels sigma / alpha, from 10^low to 10^high."""
+    """Return noise levels sigma / alpha, (num,) float64, from 10^low to 10^high."""
     return torch.logspace(low, high, num, dtype=torch.float64)
 
 
 def on_vp(level: Tensor) -> tuple[Tensor, Tensor]:
-    """Alpha and sigma of a variance-preserving process at noise levels."""
+    """Return alpha and sigma of a variance-preserving process at noise levels."""
     return 1 / (1 + level**2).sqrt(), level / (1 + level**2).sqrt()
 
 
@@ -140,7 +140,7 @@ def label_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 def process() -> Figure:
-    """One image along three processes, and the SNR of six."""
+    """Draw one image under three processes, and the SNR of six processes."""
     figure, (images, plot) = plt.subplots(1, 2, figsize=(8.4, 2.9), width_ratios=(1.9, 1))
     x0 = PixelCodec().encode(photo(64))
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(0))
@@ -178,7 +178,7 @@ def process() -> Figure:
 
 
 def parameterization() -> Figure:
-    """How an error of the output becomes one of x0; the scale of the network's input."""
+    """Draw the error of x0 per error of the output, and the scale of the network's input."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.4, 3.1))
     level = levels(-3, 3)
     alpha, sigma = on_vp(level)
@@ -222,7 +222,7 @@ def parameterization() -> Figure:
 
 
 def loss() -> Figure:
-    """Weights on the error of x0, and where training with cosine betas puts them."""
+    """Draw weights on the error of x0, and the share of each noise level in the loss."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.3))
     level = levels(-2, 2)
     alpha, sigma = on_vp(level)
@@ -265,7 +265,7 @@ def loss() -> Figure:
 
 
 def times() -> Figure:
-    """Densities of the trained noise levels, and how far the curriculum moves them."""
+    """Draw the densities of the trained noise levels, and how the curriculum changes them."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.2))
     u = draw_uniforms(2_000_000, generator=torch.Generator().manual_seed(0))
     kinds = {
@@ -310,7 +310,7 @@ def times() -> Figure:
 
 
 def solver() -> Figure:
-    """Trajectories, grids, and the error of solvers by evaluations of the network."""
+    """Draw trajectories, grids, and the error of solvers over network evaluations."""
     figure, axes = plt.subplots(1, 3, figsize=(9.2, 3.2))
     on, data = ContinuousVP(), Mixture(torch.tensor([[-0.6], [0.6]]), 0.1)
     noise = torch.linspace(-1.6, 1.6, 6, dtype=torch.float64).view(-1, 1, 1, 1)
@@ -392,7 +392,7 @@ def solver() -> Figure:
 
 
 def guidance() -> Figure:
-    """Samples of three classes in the plane at several scales."""
+    """Draw samples of three classes in the plane at several guidance scales."""
     figure, axes = plt.subplots(1, 4, figsize=(8, 2.1), sharex=True, sharey=True)
     angle = torch.tensor([90.0, 210.0, 330.0]).deg2rad()
     arms = torch.stack([angle.cos(), angle.sin()], 1)
@@ -426,7 +426,7 @@ def guidance() -> Figure:
 
 
 def condition() -> Figure:
-    """How a row of a data set reaches the network, in training and in sampling."""
+    """Draw how a row of a data set reaches the network, in training and in sampling."""
     figure, axes = plt.subplots(figsize=(7.8, 2.4))
     axes.set_xlim(0, 90)
     axes.set_ylim(0, 26)
@@ -465,7 +465,7 @@ def condition() -> Figure:
 
 
 def codec() -> Figure:
-    """Values of x0 by two codecs."""
+    """Draw x0 and its values under two codecs."""
     page = (FOLDER / "codec.md").read_text()
     (code,) = [c for c in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Haar" in c]
     names: dict = {}
@@ -494,7 +494,7 @@ def codec() -> Figure:
 
 
 def ema() -> Figure:
-    """The weight of each step in an average, and averages of noisy weights."""
+    """Draw how much each step contributes to an average, and averages of a noisy weight."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.6, 3.2))
     steps = 1000
     schedules: dict[str, list[float]] = {
@@ -539,7 +539,7 @@ FIGURES = (process, parameterization, loss, times, solver, guidance, condition, 
 
 
 def main() -> None:
-    """Draw the figures that are named, or all."""
+    """Draw the figures that the command line names, or all figures."""
     plt.switch_backend("agg")
     for draw in FIGURES:
         if sys.argv[1:] and draw.__name__ not in sys.argv[1:]:
