@@ -78,11 +78,11 @@ class Words:
     Args:
         vocabulary: the words, in lower case. Word i has the id i.
         length: maximum number of words in a text.
-        texts: default texts of samples. The sample of seed s gets the text `s % len(texts)`.
+        texts: default texts of samples. The sample with seed s gets `texts[s % len(texts)]`.
             Without texts, samples are unconditional by default.
 
     Raises:
-        ValueError: if the vocabulary is empty, or if an entry of it is repeated or is not a single
+        ValueError: if the vocabulary is empty, repeats a word, or has an entry that is not a single
             word in lower case. Also if a text has an unknown word or too many words.
 
     Example:
@@ -140,7 +140,7 @@ class Words:
         return by_part(lambda ids: torch.full_like(ids, -1), like)
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Return the word ids of the default texts. The sample of seed s gets `s % len(texts)`."""
+        """Return the word ids of the default text `texts[s % len(texts)]` for each seed s."""
         rows = torch.stack([self.encode(text) for text in self.texts or ("",)])
         return rows[classes_of(seeds, len(rows))]
 
@@ -169,15 +169,15 @@ class Embeddings:
     Args:
         shape: shape of the values for one image.
         examples: (values (N, *shape), present (N, *shape[:-1])), the default conditions of samples.
-            The sample of seed s gets row `s % N`. Without examples, samples are unconditional by
+            The sample with seed s gets row `s % N`. Without examples, samples are unconditional by
             default.
         null_embedding: (values (*shape), present (*shape[:-1])) of the null condition, such as
             Stable Diffusion's embedding of the empty text. None uses the network's learned null
             embedding.
 
     Raises:
-        ValueError: if the tensors in `examples` or `null_embedding` do not have the shapes above,
-            if their values are not floating-point, or if their masks are not bool.
+        ValueError: if a tensor in `examples` or `null_embedding` does not match `shape`, if values
+            are not floating-point, or if masks are not bool.
 
     Example:
         >>> vectors, present = Embeddings((3,)).for_seeds(range(2))
@@ -239,7 +239,7 @@ class Embeddings:
 def condition_for(
     seeds: Sequence[int], labels: Condition, conditioning: Conditioning | None
 ) -> Condition:
-    """Check and return the condition of samples, or return the default condition of their seeds.
+    """Check and return `labels`. If `labels` is None, return the default condition of the seeds.
 
     Args:
         seeds: one integer per sample.

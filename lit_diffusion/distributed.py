@@ -67,8 +67,8 @@ def all_gather_objects(value: T) -> list[T]:
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Compute the L2 norm over all entries of all tensors.
 
-    DTensors, as FSDP2 uses, count with the entries on all ranks. If one of the tensors is a
-    DTensor, every rank must call this function. Without DTensors, the ranks do not communicate.
+    If a tensor is a DTensor (FSDP2), the norm includes its entries on all ranks, and every rank
+    must call this function. Without DTensors, the ranks do not communicate.
 
     Args:
         tensors: tensors of any shapes.

@@ -1,7 +1,7 @@
 """Power-function averages of weights, and their post-hoc reconstruction from a few snapshots.
 
 At step t, the average is the integral of `p(tau) * parameters(tau)` over the steps tau in [0, t].
-The weight of each step is given by the profile
+The profile p is the density
 
     p(tau) = (gamma + 1) * tau**gamma / t**(gamma + 1).
 
@@ -59,7 +59,7 @@ def power_decay(gamma: float, step: int) -> float:
 def coefficients(
     steps: Sequence[float], gammas: Sequence[float], step: float, gamma: float
 ) -> tuple[Tensor, float]:
-    """Compute the factors that combine saved averages into the average with another profile.
+    """Compute factors with which saved averages add up to an average with another profile.
 
     A snapshot is a saved average of the weights. Let `p_i` be the profile of snapshot i and `p` the
     target profile, both as functions of time. The factors `x_i` minimize the L2 norm
@@ -73,8 +73,8 @@ def coefficients(
 
     Returns:
         The factors, (N,) float64, and the relative error `|sum_i x_i * p_i - p| / |p|`. The error
-        is 0 if `p` is one of the `p_i`. For comparison, the error is about 0.1 if there is a single
-        snapshot with a relative width that is an eighth larger or smaller than the target's.
+        is 0 if `p` is one of the `p_i`. For comparison, the error is about 0.1 if the only snapshot
+        is at the target's step and has a relative width that is an eighth larger or smaller.
 
     Raises:
         ValueError: if there are no snapshots, or if `step` is after the last one.

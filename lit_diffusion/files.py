@@ -58,7 +58,7 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
     Args:
         path: file to write or replace.
         shared: whether several processes may write this file at the same time. If True, each
-            process locks a temporary file with a unique name. If False, the temporary file of
+            process writes to its own temporary file and locks it. If False, the temporary file for
             `path` always has the same name.
 
     Raises:
@@ -173,7 +173,7 @@ def remove(path: Path) -> None:
 
 
 def is_checkpoint_folder(path: Path) -> bool:
-    """Whether `path` is a folder with a complete sharded checkpoint, one part from each rank."""
+    """Whether `path` is a folder with a complete sharded checkpoint (one part per rank)."""
     return (path / ".metadata").is_file()
 
 
@@ -215,8 +215,8 @@ def check_regular(path: str | Path) -> Path:
 def check_option_values(options: Iterable[str]) -> None:
     """Check that no value of a command-line option is the path of a pipe, socket or device.
 
-    If an option expects a class, jsonargparse takes a value that is the path of an existing file
-    for a config, and opens it. It would also open pipes, sockets and devices.
+    If an option expects a class, jsonargparse opens a value that is an existing path, because the
+    value may be a config file. Reading a pipe or device in this way could take forever.
 
     Args:
         options: arguments of the command line: `--NAME=VALUE`, or `--NAME` and then `VALUE`.

@@ -40,14 +40,15 @@ def expand_as(value: Tensor, images: Tensor) -> Tensor:
 class Posterior(NamedTuple):
     """Posteriors `q(x_s | x_t, x0) = N(x0_coef * x0 + xt_coef * x_t, variance)` for pairs (t, s).
 
-    All entries are float64, with one element per pair (t, s), except that `last` is bool.
+    Each entry has one element per pair (t, s). `last` is bool. The other entries are float64,
+    unless `step_posterior` converts them to a different dtype.
 
     Attributes:
         x0_coef: factor on x0 in the mean.
         xt_coef: factor on x_t in the mean.
         variance: variance of the posterior. If s is the clean time, the variance is 0.
         log_variance: logarithm of the variance. If s is the clean time, the logarithm would be
-            infinite. Therefore, this element repeats the value of the step before it, as in
+            infinite. Therefore, this element repeats the value of the previous, noisier step, as in
             improved-diffusion's `posterior_log_variance_clipped`.
         log_beta: logarithm of the variance of `q(x_t | x_s)`, which is an upper bound on the
             variance of a reverse step.

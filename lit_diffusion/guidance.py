@@ -33,12 +33,12 @@ class ClassifierFree:
     Args:
         scale: factor on the difference between the predictions. With 0, samples are unconditional.
             With 1, they are conditional, without guidance. Some papers write the guided prediction
-            as `c + s * (c - u)`, with the predictions c with and u without the condition. Their s
-            equals `scale - 1`.
+            as `c + s * (c - u)`, where c is the conditional and u the unconditional prediction.
+            Their s equals `scale - 1`.
         interval: (low, high). Guidance is on at noise levels with `low < sigma / alpha <= high`. At
             other noise levels, only the conditional prediction is computed, at half the cost.
         rescale: strength of rescaling, in [0, 1]. With 1, each guided x0 is scaled to the standard
-            deviation of the conditional x0. With 0, it is not scaled. Large guidance scales
+            deviation of the conditional x0. With 0, x0 is not scaled. Large guidance scales
             increase the contrast of images, and rescaling reduces this effect. A usual value is
             0.7.
 
@@ -125,10 +125,10 @@ class ClassifierFree:
 class Autoguidance:
     """Autoguidance: extrapolates from the prediction of a weaker model to that of this model.
 
-    The weaker model should make the same errors as this model, but larger ones. Then, extrapolation
-    reduces the errors. Use a smaller model, or a model that was trained for fewer steps. The weaker
-    model gets the same labels as this model. Therefore, samples improve without losing diversity,
-    and training needs no label dropout.
+    The weaker model should make errors of the same kind as this model, but larger errors. Then, the
+    extrapolation reduces the errors. Use a smaller model, or a model that was trained for fewer
+    steps. The weaker model gets the same labels as this model. Therefore, samples improve without
+    losing diversity, and training needs no label dropout.
 
     Args:
         weaker: the method `denoise_for` of the weaker module, which must have the same process and
@@ -197,7 +197,7 @@ def _guide_within(
 
 @dataclass(frozen=True)
 class ClassifierShift:
-    """Classifier guidance that shifts the mean of each step by a gradient times the variance.
+    """Classifier guidance that adds `variance * gradient` to the mean of each reverse step.
 
     This class works only with `DDPM`, because no other solver reads the gradient from
     `Denoised.shift`.
@@ -231,10 +231,10 @@ class ClassifierShift:
 class ClassifierScore:
     """Classifier guidance that adds the gradient to the score, for any solver.
 
-    The predicted noise becomes `noise - sigma * gradient`, and the predicted x0 becomes
-    `x0 + sigma**2 / alpha * gradient`. At pure noise, alpha is 0, and the change of x0 would be
-    infinite. Therefore, `DiffusionModule` raises an error if the solver's grid starts at pure
-    noise.
+    With the gradient of `log p(labels | x_t)`, the predicted noise becomes
+    `noise - sigma * gradient`, and the predicted x0 becomes `x0 + sigma**2 / alpha * gradient`. At
+    pure noise, alpha is 0, and the change of x0 would be infinite. Therefore, `DiffusionModule`
+    raises an error if the solver's grid starts at pure noise.
 
     Args:
         gradient: function of x_t, t and labels that returns the gradient of

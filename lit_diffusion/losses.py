@@ -78,8 +78,8 @@ class MinSNR:
 class P2:
     """P2 weighting: `W = SNR / (k + SNR)**gamma`.
 
-    The divisor reduces the weight of nearly clean images, compared with `W = SNR`. With `Epsilon`,
-    `W = SNR` is the same as `Simple`.
+    Compared with `W = SNR`, P2 reduces the weight of nearly clean images. With `Epsilon`, `W = SNR`
+    is the same weighting as `Simple`.
 
     Args:
         gamma: strength of the reduction. The authors use 0.5 and 1. With 0, there is no reduction.
@@ -207,13 +207,14 @@ class AsFlow:
 class FDMWarmup:
     """Warm-up of the Fast Diffusion Model (FDM): an upper bound on another weighting.
 
-    At optimizer step `k < K`, W is at most `C(k) = 5 * 100**(k / K)`, which rises from 5 to 500.
-    From step K on, and in validation, W has no upper bound.
+    With `K = warmup_steps`, W is at most `C(k) = 5 * 100**(k / K)` at optimizer step k < K. This
+    bound rises from 5 to 500. From step K on, and in validation, W has no upper bound.
 
     Args:
         base: the weighting to bound. FDM uses `Simple`.
-        warmup_steps: the number K. For CIFAR-10, the authors use 200 with EDM and 400 with VP and
-            VE. For FFHQ, they use 800 with EDM and 400 with VP and VE. For AFHQ, they use 400.
+        warmup_steps: number of optimizer steps with a bound. For CIFAR-10, the authors use 200 with
+            EDM and 400 with VP and VE. For FFHQ, they use 800 with EDM and 400 with VP and VE. For
+            AFHQ, they use 400.
 
     Raises:
         ValueError: if warmup_steps < 1.
@@ -283,9 +284,9 @@ class DenoisingLoss:
 class UncertaintyLoss(nn.Module):
     """EDM2's loss: `weight(t) * mean((target - output)**2) * exp(-u(t)) + u(t)`, with a learned u.
 
-    The function u(t) learns the logarithm of the expected weighted error at t. At this optimum, the
-    first term of the loss is 1 on average at every t, so all noise levels contribute equally. The
-    function is linear in Fourier features of `ln(sigma / alpha) / 4`. At initialization, u is 0,
+    The loss is lowest if u(t) is the logarithm of the expected weighted error at t. Then, the first
+    term of the loss is 1 on average at every t, so all noise levels contribute equally. The
+    function u is linear in Fourier features of `ln(sigma / alpha) / 4`. At initialization, u is 0,
     and the loss equals `DenoisingLoss`. The weights of u are trained and saved with the network.
 
     Args:
@@ -346,12 +347,11 @@ class HybridLoss:
     L_simple is the loss of `DenoisingLoss`, and L_vlb is the variational bound. For images with C
     channels, the network outputs 2C channels. The first C channels are the output that the
     parameterization defines. The other C channels are values r, mostly in [-1, 1], which set the
-    reverse variance: the `frac` of `LearnedRange` is `(r + 1) / 2`. L_vlb trains only these C
-    channels, because the first C channels are detached in L_vlb. The process must have discrete
-    steps.
+    reverse variance: the `frac` of `LearnedRange` is `(r + 1) / 2`. L_vlb trains only the values r,
+    because L_vlb detaches the first C channels. The process must have discrete steps.
 
     Args:
-        weighting: factor on the squared error in L_simple. It does not affect L_vlb.
+        weighting: factor on the squared error in L_simple. The weighting does not affect L_vlb.
         vb_weight: the factor lambda. The paper uses 0.001, which corresponds to
             `rescale_learned_sigmas=True` in its code. The models of guided-diffusion used `1 / T`.
 

@@ -2,8 +2,8 @@
 
 Each schedule is a torch LambdaLR. The learning rate (lr) depends only on the optimizer step and on
 the settings of the schedule, so a resumed run continues with exactly the same lr. Checkpoints do
-not contain the settings. If you resume a run with a different length, the lr follows the new
-length.
+not contain the settings. If you resume a run with a different length, the lr follows the schedule
+of the new length.
 """
 
 import math
@@ -66,8 +66,8 @@ class WarmupLinear(WarmupConstant):
         total_steps: number of optimizer steps of the whole run, including the warm-up. If None,
             `DiffusionModule` sets it to the length of the fit.
         warmup_steps: number of optimizer steps in the warm-up.
-        final_factor: factor on the peak lr that the schedule reaches one step after the last step
-            of the run.
+        final_factor: ratio of the final lr to the peak lr. The schedule would reach this ratio one
+            step after the last step of the run.
 
     Raises:
         ValueError: if total_steps <= warmup_steps.
@@ -119,7 +119,7 @@ class WarmupLinear(WarmupConstant):
         self.total_steps = total_steps
 
     def decay(self, done: float) -> float:
-        """Return the part of the decay that is left, from 1 to 0, after a fraction of its steps."""
+        """Return how much of the decay remains, from 1 to 0, after a fraction of its steps."""
         return 1 - done
 
 

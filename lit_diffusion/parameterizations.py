@@ -150,9 +150,9 @@ class EDMPreconditioning:
         c_in = 1 / sqrt(V),  c_skip = alpha * sigma_data**2 / V,
         c_out = sigma * sigma_data / sqrt(V).
 
-    On a variance-preserving process with sigma_data = 1, F equals -v (see `Velocity`). EDM's
-    weighting `lambda(sigma) = 1 / c_out**2` on the error of x0 is the same as `Simple` here. EDM's
-    c_noise is the noise label of `EDMProcess`.
+    On a variance-preserving process with sigma_data = 1, F equals -v (see `Velocity`). EDM weights
+    the squared error of x0 with `1 / c_out**2`. Use `Simple` for the same loss, because the weight
+    on the squared error of F is then 1. EDM's c_noise is the noise label of `EDMProcess`.
 
     Args:
         sigma_data: standard deviation of x0.
@@ -202,16 +202,15 @@ class EDMPreconditioning:
 class FDM:
     """Fast Diffusion Model (FDM): damps the network input of another parameterization.
 
-    The network input becomes `s * x_t / alpha`. Target and estimate of x0 remain those of the other
-    parameterization (`base`). With `level = sigma / alpha`, the factor s is
+    The network input becomes `s * x_t / alpha`. The training target and the estimate of x0 come
+    from the other parameterization, `base`. With `level = sigma / alpha`, the factor s is
 
         s = exp(-m * B) * (1 + m * B),  B(u) = 0.1 * u + 9.95 * u**2,
         u = (level - sigma_min) / (sigma_max - sigma_min).
 
-    At levels far above sigma_max, `s * x_t / alpha` is almost 0. Then, the network gets only the
-    noise level. If the process has such levels, the target of `base` must not depend on x_t at
-    these levels. Therefore, use `Velocity` or `EDMPreconditioning` as `base`. For example, with
-    1000 `CosineBetas` the levels go up to 20,000.
+    At levels far above sigma_max, `s * x_t / alpha` is almost 0, so the network does not see x_t.
+    If the process has such levels, as with 1000 `CosineBetas` (up to 20,000), the target must not
+    depend on x_t there. Therefore, use `Velocity` or `EDMPreconditioning` as `base`.
 
     Args:
         base: the other parameterization.

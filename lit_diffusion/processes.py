@@ -141,8 +141,8 @@ class ZeroTerminalSNR:
     The square root of alpha-bar is shifted so that it ends at 0, and scaled so that its first value
     does not change. Train with `Velocity` or `Sample`, because x0 cannot be computed from the
     output of `Epsilon` at an SNR of 0. Every solver works with its default grid. If you set another
-    grid for `Heun`, `DPMSolverPP2S` or `UniPC`, it must start at an SNR above 0, as
-    `LogSNR(noisiest=-10)` does.
+    grid for `Heun`, `DPMSolverPP2S` or `UniPC`, it must start at an SNR above 0, because these
+    solvers divide by alpha. `LogSNR(noisiest=-10)` is such a grid.
 
     Args:
         base: the schedule to rescale.
@@ -355,7 +355,8 @@ class LinearFlow:
     This path is also called rectified flow. The usual parameterization is `FlowVelocity`. The noise
     label, by which the network knows the time, is `1000 * t`. At time 1, x_t is pure noise, and the
     SNR is 0. Every solver works with its default grid. If you set another grid for `Heun`,
-    `DPMSolverPP2S` or `UniPC`, it must start at an SNR above 0, as `LogSNR(noisiest=-10)` does.
+    `DPMSolverPP2S` or `UniPC`, it must start at an SNR above 0, because these solvers divide by
+    alpha. `LogSNR(noisiest=-10)` is such a grid.
 
     Args:
         t_min: least noisy time in training.
@@ -412,9 +413,9 @@ class EDMProcess:
 
     Args:
         sigma_min: smallest noise level, in units of x0.
-        sigma_max: largest noise level, in units of x0. If sigma_max is above 148, set the grid
-            `Karras()` for the solver `Heun`. Otherwise, `Heun` starts at the noise level 148,
-            because its default grid starts at a log SNR of at least -10.
+        sigma_max: largest noise level, in units of x0. If sigma_max is above 148, pass
+            `times=Karras()` to the solver `Heun`. The default grid of `Heun` has no log SNR below
+            -10, which is the noise level 148.
 
     Raises:
         ValueError: unless 0 < sigma_min < sigma_max.

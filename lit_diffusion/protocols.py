@@ -46,8 +46,8 @@ class Denoised(NamedTuple):
         x0: (B, C, H, W) estimate of the clean image.
         noise: (B, C, H, W) estimate of the noise, with `x_t = alpha * x0 + sigma * noise`.
         logvar_frac: (B, C, H, W) learned log-variance of the reverse step: 0 means the logarithm of
-            the posterior variance, and 1 means the logarithm of beta. None if the network does not
-            learn the variance.
+            the posterior variance, 1 means the logarithm of beta, and other values interpolate.
+            None if the network does not learn the variance.
         shift: (B, C, H, W) gradient of a classifier. `DDPM` adds the variance of the step times
             `shift` to the mean of the step. None without `ClassifierShift`.
 
@@ -92,7 +92,7 @@ class NonFiniteSamples(ArithmeticError):
     Args:
         seeds: seeds of the samples that are not finite.
         step: number of completed optimizer steps; None if unknown.
-        where: where the first value was not finite, for the message, such as "t = 5".
+        where: time or step at which the first value was not finite, such as "t = 5".
 
     Example:
         >>> NonFiniteSamples(seeds=[3, 8], step=1000, where="t = 5").seeds
@@ -218,7 +218,7 @@ class Network(Protocol):
 
 
 class Conditioning(Protocol):
-    """A kind of condition, such as class labels. It has a null condition: "no condition"."""
+    """A kind of condition, such as class labels, with a null condition for "no condition"."""
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
         """Replace the rows in which `where` (B,) bool is True with the null condition."""

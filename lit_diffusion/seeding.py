@@ -25,7 +25,7 @@ def fold(*key: int | str) -> int:
     Different keys give unrelated seeds. torch's CPU generator uses only the low 32 bits of a seed,
     so two keys may give the same random numbers. Among n keys, this is the case for about
     `n**2 / 2**33` pairs. In training, such pairs are harmless. Generated samples must all differ,
-    so `PerSampleNoise` maps seeds to generators with a function that is one-to-one.
+    so `PerSampleNoise` uses a different hash, which is one-to-one for 32-bit seeds.
 
     Example:
         >>> fold("step", 0, 1) == fold("step", 0, 1), fold("step", 0, 1) == fold("step", 1, 0)
@@ -40,7 +40,7 @@ RUN_SEED = "PL_GLOBAL_SEED"
 
 
 def run_seed() -> int | None:
-    """Return the seed that was passed to Lightning's `seed_everything`, or None without a call.
+    """Return the seed passed to Lightning's `seed_everything`, or None if it was not called.
 
     Example:
         >>> from lightning.pytorch import seed_everything

@@ -39,10 +39,11 @@ class SignalRecorder:
     recorder has received. A signal that the process ignored before, such as SIGHUP under nohup, is
     still ignored. A second Ctrl-C raises KeyboardInterrupt.
 
-    DataLoader workers that are forked in this time block the signals. Otherwise, a signal that a
-    batch system sends to all processes of a job would kill the workers, and their death would end
-    the run. A forked process still ends if its parent sends it SIGTERM. Workers that are spawned
-    (see `multiprocessing_context` of DataLoader) do not block the signals.
+    Processes that are forked while signals are recorded, such as DataLoader workers, block these
+    signals. Otherwise, a signal that a batch system sends to all processes of a job would kill the
+    workers, and their death would end the run. A forked process still ends if its parent sends it
+    SIGTERM. Workers that are spawned (see `multiprocessing_context` of DataLoader) do not block the
+    signals.
 
     Args:
         signals: signals to record.
@@ -121,11 +122,10 @@ class SignalRecorder:
 
 @contextmanager
 def record_signals() -> Iterator[None]:
-    """Context that records SIGTERM and SIGUSR1 before a fit inside it starts its own recorder.
+    """Context for a command that runs a fit. It records SIGTERM and SIGUSR1 before the fit starts.
 
-    The recorder of the fit takes over a signal that arrived before the fit. If the fit saves a
-    checkpoint on a signal and exits, further signals have no effect, so that they cannot change the
-    exit code.
+    The fit reacts to a signal that arrived before its start. If the fit saves a checkpoint on a
+    signal and exits, further signals have no effect, so that they cannot change the exit code.
     """
     global _recorder
     recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])

@@ -151,9 +151,9 @@ class Uniform:
 class LogNormal:
     """Times for which `ln(sigma / alpha)` is normally distributed.
 
-    Therefore, intermediate noise levels are trained most often. Levels outside the range of the
-    process are clamped to the range. With the defaults on `EDMProcess()`, a fraction of 2e-5 of the
-    levels is clamped. On a discrete process, times are rounded to the nearest step.
+    With this distribution, intermediate noise levels are trained most often. Levels outside the
+    range of the process are clamped to the range. With the defaults on `EDMProcess()`, a fraction
+    of 2e-5 of the levels is clamped. On a discrete process, times are rounded to the nearest step.
 
     Args:
         mean: mean of `ln(sigma / alpha)`. EDM uses -1.2. EDM2 uses -0.4 for latents and -0.8 for

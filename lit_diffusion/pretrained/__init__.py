@@ -1,4 +1,4 @@
-"""Trained models that ship with the package: folders in the format of `convert export`.
+"""Trained models in the package: folders in the format of `lit-diffusion convert export`.
 
 The script `tests/benchmarks/package_model.py` writes the folders. Importing this module does not
 import torch.
