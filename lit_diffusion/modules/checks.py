@@ -26,7 +26,11 @@ from lit_diffusion.solvers.steps import solver_times
 
 
 def check_channels(network: nn.Module, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the network's `in_channels`, if any, differ from the images' channels.
+    """Raise ValueError if the network has an `in_channels` different from the channels of x0.
+
+    Args:
+        network: the network.
+        image_shape: (C, H, W) of x0.
 
     Example:
         >>> from lit_diffusion.networks.dit import DiT
@@ -48,7 +52,12 @@ def check_conditioning(
     label_dropout: float,
     guidance: Guidance | None,
 ) -> None:
-    """Raise ValueError if needed labels are missing, or if numbers of classes or words differ."""
+    """Raise ValueError if the conditioning does not fit the network, the dropout or the guidance.
+
+    Label dropout and classifier-free guidance need a conditioning. The number of classes or words
+    must be the same in the conditioning, the network and the argument `num_classes`. The function
+    warns if classifier-free guidance would use a prediction that is never trained.
+    """
     if not 0 <= label_dropout < 1:
         raise ValueError(f"label_dropout must be in [0, 1), got {label_dropout}.")
     needs_dropout = isinstance(guidance, ClassifierFree)
@@ -59,7 +68,7 @@ def check_conditioning(
         )
     if needs_dropout and label_dropout == 0:
         warnings.warn(
-            f"{guidance} uses the prediction without labels, which is never trained with "
+            f"{guidance} uses the network's prediction without labels, which is never trained with "
             "label_dropout=0.",
             stacklevel=4,
         )
@@ -69,7 +78,7 @@ def check_conditioning(
         )
     for name in ("num_classes", "num_words"):
         in_network = getattr(network, name, None)
-        unknown = in_network if name == "num_words" else None  # a conditioning may lack it
+        unknown = in_network if name == "num_words" else None  # a conditioning may not have it
         in_module = getattr(conditioning, name, unknown)
         if in_network is not None and in_network != in_module:
             raise ValueError(
@@ -85,15 +94,15 @@ def check_objective(
     solver: Solver,
     guidance: Guidance | None,
 ) -> None:
-    """Raise ValueError if these parts do not allow training or sampling."""
+    """Raise ValueError if these parts of a module cannot be combined for training and sampling."""
     ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
     output_scale = parameterization.output_scale(alpha, sigma)
     network_input = parameterization.network_input(torch.ones_like(alpha), alpha, sigma)
     if not (output_scale * network_input).isfinite().all():
         raise ValueError(
-            f"{parameterization} divides by alpha and can't recover x0 from pure noise, at which "
-            f"{process} ends (SNR = 0); use Velocity or Sample."
+            f"{parameterization} divides by alpha, so it can't recover x0 from pure noise, and "
+            f"{process} ends in pure noise (SNR = 0); use Velocity or Sample."
         )
     if loss.output_factor == 2 and process.num_steps is None:
         raise ValueError(
@@ -107,8 +116,9 @@ def check_objective(
         )
     if not ((weight >= 0).all() and weight.any()):
         raise ValueError(
-            f"the weight must be >= 0, and more than 0 at one end, got {weight.tolist()} at the "
-            f"ends of {process} from {loss.weighting}; change the numbers of the weighting."
+            f"the weight must be >= 0, and > 0 at one end of the process at least, got "
+            f"{weight.tolist()} at the ends of {process} from {loss.weighting}; change the "
+            "arguments of the weighting."
         )
     check_sampling(process, loss, solver, guidance)
 
@@ -130,8 +140,8 @@ def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guida
     check_shift(solver, guidance)
     if isinstance(guidance, ClassifierScore) and not _keeps_signal(process, solver):
         raise ValueError(
-            f"{guidance} needs signal in x_t, but {solver} begins without any on {process} "
-            "(SNR = 0); pass times=LogSNR(noisiest=-10) to the solver."
+            f"{guidance} needs alpha > 0, but {solver} starts at alpha = 0 on {process} (SNR = 0); "
+            "pass times=LogSNR(noisiest=-10) to the solver."
         )
     if getattr(getattr(solver, "variance", None), "learned", False) and loss.output_factor != 2:
         raise ValueError(
@@ -140,22 +150,26 @@ def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guida
 
 
 def check_shift(solver: Solver, guidance: Guidance | None) -> None:
-    """Raise ValueError if the solver would ignore the shift of `ClassifierShift`."""
+    """Raise ValueError if the guidance is `ClassifierShift` and the solver is not `DDPM`.
+
+    Only `DDPM` adds the classifier's gradient (`Denoised.shift`) to its steps.
+    """
     if isinstance(guidance, ClassifierShift) and not isinstance(solver, DDPM):
         raise ValueError(
-            f"{guidance} shifts the steps of DDPM, and {solver} has none; use ClassifierScore."
+            f"{guidance} shifts the mean of DDPM's steps, and {solver} would ignore it; use "
+            "ClassifierScore."
         )
 
 
 def _keeps_signal(process: Process, solver: Solver) -> bool:
-    """Whether alpha > 0 at every evaluation of the network."""
+    """Return whether alpha > 0 at every time at which the solver evaluates the network."""
     if process.alpha_sigma(torch.tensor(process.t_max))[0] > 0:
         return True
     return bool((process.alpha_sigma(solver_times(solver, process))[0] > 0).all())
 
 
 def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
-    """Raise ValueError if x0 would be clamped to [-1, 1], but the codec's x0 is unbounded.
+    """Raise ValueError if a solver or guidance clamps x0 to [-1, 1], but x0 is unbounded.
 
     Example:
         >>> from lit_diffusion.codecs import PixelCodec
@@ -165,28 +179,28 @@ def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
     for clipper in clipping:
         if getattr(clipper, "clip", False) and not codec.bounded:
             raise ValueError(
-                f"{clipper} clamps x0 to [-1, 1], but the x0 of {type(codec).__name__} goes "
-                "beyond; use clip=False."
+                f"{clipper} clamps x0 to [-1, 1], but x0 of {type(codec).__name__} can be outside "
+                "this range; use clip=False."
             )
 
 
 def check_data(
     data: object, codec: Codec, image_shape: tuple[int, ...], num_classes: int | None
 ) -> None:
-    """Raise ValueError if the data module has a different shape, VAE or number of classes.
+    """Raise ValueError if module and data module differ in image shape, VAE or number of classes.
 
     Args:
-        data: a data module. Attributes that it lacks are not checked.
+        data: a data module. The function checks only attributes that the data module has.
         codec: codec of the module.
         image_shape: (C, H, W) of x0 in the module.
-        num_classes: number of classes of the module. None skips the check, because the module does
-            not use labels.
+        num_classes: number of classes of the module. None means that the module does not use
+            labels, so the data may have any number of classes.
     """
     if (vae_sha256 := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
         raise ValueError(
-            f"the latents of {type(data).__name__} are of a VAE with SHA-256 {vae_sha256}, but the "
-            f"codec is {codec!r} with {_sha256(codec)}; give the module the VAECodec that encoded "
-            "the latents."
+            f"the latents of {type(data).__name__} come from a VAE with SHA-256 {vae_sha256}, but "
+            f"the codec is {codec!r} with {_sha256(codec)}; give the module the VAECodec that "
+            "encoded the latents."
         )
     shape = getattr(data, "image_shape", None)
     encoded = image_shape if shape is None else codec.encoded_shape(shape)
@@ -203,7 +217,7 @@ def check_data(
 
 
 def codec_record(codec: Codec) -> dict[str, Any]:
-    """Record of a codec for checkpoints, with the checksum of its weights; {} without weights.
+    """Return the checkpoint entry that identifies a codec's weights; {} if it has no weights.
 
     Example:
         >>> from lit_diffusion.codecs import PixelCodec
@@ -215,13 +229,13 @@ def codec_record(codec: Codec) -> dict[str, Any]:
 
 
 def check_codec(codec: Codec, checkpoint: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint comes from a run with a different codec."""
+    """Raise ValueError if the checkpoint comes from a run whose codec had different weights."""
     saved = checkpoint.get("codec")
     if isinstance(saved, Mapping) and (theirs := saved.get("sha256")) != _sha256(codec):
         raise ValueError(
-            f"the checkpoint is of latents of the VAE {saved.get('name')} with SHA-256 {theirs}, "
-            f"but the codec is {codec!r} with {_sha256(codec)}; put the checkpoint's VAE into the "
-            "codec's folder."
+            f"the checkpoint was trained on latents of the VAE {saved.get('name')} with SHA-256 "
+            f"{theirs}, but the codec is {codec!r} with {_sha256(codec)}; put the checkpoint's VAE "
+            "into the codec's folder."
         )
 
 
@@ -230,24 +244,25 @@ def _sha256(codec: Codec) -> str | None:
 
 
 def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if encoded images (B, C, H, W) do not have the module's `image_shape`.
+    """Raise ValueError if encoded images x0 (B, C, H, W) do not have the module's `image_shape`.
 
     Example:
         >>> check_shape(torch.zeros(4, 3, 8, 8), image_shape=(3, 8, 8))
     """
     if x0.shape[1:] != image_shape:
         raise ValueError(
-            f"image_shape is {image_shape}, but the data are {tuple(x0.shape[1:])}; change one of "
-            "them."
+            f"image_shape is {image_shape}, but x0 of the data has the shape "
+            f"{tuple(x0.shape[1:])}; change one of them."
         )
 
 
 def check_batch(batch: object, takes_condition: bool) -> None:
-    """Raise ValueError unless a batch is (images, labels, index) and the module uses its condition.
+    """Raise ValueError unless a batch is (images, labels or another condition, index).
 
     Args:
         batch: a batch of the data.
-        takes_condition: whether the module takes a condition. If not, labels must be -1.
+        takes_condition: whether the module takes a condition. If not, the second part must be
+            integer labels, which the module ignores.
 
     Example:
         >>> images, index = torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2)
@@ -282,23 +297,25 @@ def _describe(value: object) -> str:
 
 
 def unused_classes(data: object) -> str | None:
-    """A hint that an unconditional model ignores the classes of its data; None if it does not."""
+    """Return a hint that an unconditional model ignores the classes of its data; None if none."""
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
     examples = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
     return (
-        f"The data have {len(names)} classes ({examples}), which this model does not use; "
-        f"num_classes={len(names)}, in the module and in its network, would use them."
+        f"The data have {len(names)} classes ({examples}), which this model does not use; to use "
+        f"them, set num_classes={len(names)} in the module and in its network."
     )
 
 
 class FiniteDenoise:
-    """A `Denoise` that records, on the device, when each sample first became non-finite.
+    """A denoise function that records the time at which each sample first became non-finite.
+
+    The record stays on the device, so it does not slow sampling down. The test is of the estimate
+    of x0 before the solver clamps it, because clamping would hide an infinity.
 
     Args:
-        denoise: the function to wrap. The estimate of x0 is tested before clamping, because
-            clamping would hide an infinity.
+        denoise: the function to wrap.
 
     Example:
         >>> denoise = FiniteDenoise(lambda x_t, t: Denoised(x0=x_t, noise=x_t))
@@ -319,12 +336,12 @@ class FiniteDenoise:
         return denoised
 
     def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
-        """Raise NonFiniteSamples if a sample or one of its intermediate estimates is not finite.
+        """Raise NonFiniteSamples if a sample, or an estimate of x0 on the way to it, is not finite.
 
         Args:
             x0: (B, ...) the finished samples.
             seeds: seeds of the samples.
-            step: optimizer steps completed, for the message; None if unknown.
+            step: number of completed optimizer steps, for the error message; None if unknown.
         """
         assert self._failed_at is not None
         bad = ~self._failed_at.isnan() | ~x0.isfinite().flatten(1).all(1)

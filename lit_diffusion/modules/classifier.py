@@ -20,29 +20,29 @@ from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed
 from lit_diffusion.timesteps import draw_uniforms
 
 Batch = tuple[Tensor, Tensor, Tensor]
-"""images uint8 (B, C, H, W); labels int64 (B,); index int64 (B,)."""
+"""(images uint8 (B, C, H, W), labels int64 (B,), index int64 (B,))."""
 
 
 class NoisyClassifier(LightningModule):
-    """Learns `log p(label | x_t)` at all noise levels, with the process of a diffusion model.
+    """Classifier that learns `log p(label | x_t)` at all noise levels of a diffusion model.
 
     The network's input is `x_t / sqrt(alpha**2 + sigma**2)`. This input has about unit variance on
     every process, and equals x_t if `alpha**2 + sigma**2 = 1`.
 
-    The random numbers of a training step depend only on (seed, rank, step, micro-batch). The random
-    numbers of a validation image depend only on its index.
+    In a training step, random numbers depend only on the seed, the rank, and the numbers of the
+    step and micro-batch. For a validation image, they depend only on the image's index.
 
     Args:
         network: a network such as `EncoderUNet`, which maps the scaled x_t (B, C, H, W) and the
             noise_label (B,) to logits (B, num_classes).
         process: forward process of the diffusion model.
-        times: distribution of the training times of the diffusion model.
+        times: distribution of training times, usually the same as in the diffusion model.
         optimizer: function that creates the optimizer from the parameters.
         image_shape: (C, H, W) of x0.
         num_classes: number of classes; labels are 0, ..., num_classes - 1.
         codec: codec of the diffusion model; None means PixelCodec.
-        lr_scheduler: function that creates the lr schedule from the optimizer. The schedule is
-            stepped once per optimizer step. None keeps the lr constant.
+        lr_scheduler: function that creates the learning-rate schedule from the optimizer. Lightning
+            steps the schedule once per optimizer step. None keeps the learning rate constant.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), section 4.
 
@@ -96,7 +96,7 @@ class NoisyClassifier(LightningModule):
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean of `-log p(label | x_t)` over the images, at random times and with random noise."""
+        """Compute the mean of `-log p(label | x_t)` over a batch, with random times and noise."""
         images, labels, _ = batch
         x0 = encode_for_training(self.codec, images)
         t = self.times.quantile(draw_uniforms(len(x0), device=self.device), self.process)
@@ -105,7 +105,7 @@ class NoisyClassifier(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log loss and accuracy, with a fixed noise level and fixed noise for each image."""
+        """Log loss and accuracy. For each image, the noise level and the noise are fixed."""
         images, labels, index = batch
         x0 = self.codec.encode(images)
         t = self.times.quantile(index_uniforms(index), self.process)
@@ -117,15 +117,15 @@ class NoisyClassifier(LightningModule):
         self.log("val/loss", loss, sync_dist=True, batch_size=len(x0))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the checksum of the codec, because its weights are not in the checkpoint."""
+        """Store the checksum of the codec's weights, because a checkpoint does not contain them."""
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if the checkpoint comes from a run with a different codec."""
+        """Raise ValueError if the checkpoint comes from a run whose codec had different weights."""
         checks.check_codec(self.codec, checkpoint)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer, and the schedule that is stepped with it."""
+        """Return the optimizer and the learning-rate schedule."""
         configured: OptimizerLRScheduler = optimizer_and_schedule(
             [p for p in self.parameters() if p.requires_grad],
             self._make_optimizer,
@@ -135,17 +135,17 @@ class NoisyClassifier(LightningModule):
         return configured
 
     def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """Logits (B, num_classes) at `x_t = alpha * x0 + sigma * noise`, for times t (B,)."""
+        """Compute logits (B, num_classes) of `x_t = alpha * x0 + sigma * noise` at times t (B,)."""
         alpha, sigma = (expand_as(v, x0) for v in self.process.alpha_sigma(t))
         return self._logits_of(alpha * x0 + sigma * noise, t)
 
     def gradient(self, scale: float = 1.0) -> LogProbGradient:
-        """Return the gradient of `scale * log p(label | x_t)`, as a function for guidance.
+        """Return a function for guidance that computes `scale * grad log p(label | x_t)`.
 
-        The gradient is with respect to x_t. For a label of -1, the gradient is 0.
+        The gradient is with respect to x_t. For the label -1, it is 0.
         """
 
-        @torch.inference_mode(mode=False)  # a Trainer validates without gradients
+        @torch.inference_mode(mode=False)  # a Trainer validates in inference mode
         def gradient(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
             x, t, labels = (part.detach().clone() for part in (x_t, t, labels))
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Compile a network with `torch.compile`: a graph for each training batch size and one to sample.
+"""Compile networks and losses with `torch.compile`.
 
 The network is compiled in place, so the names in its state_dict do not change. Copies made with
 deepcopy or pickle are not compiled.
@@ -32,9 +32,9 @@ def check_mode(mode: str | None) -> None:
 
 
 def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: int) -> None:
-    """Raise ValueError if gradients of CUDA graphs would be accumulated over micro-batches.
+    """Raise ValueError if CUDA graphs would be combined with gradient accumulation.
 
-    Each replay of a graph overwrites the gradients of the previous replay
+    With CUDA graphs, the gradients of a micro-batch overwrite the gradients of the previous one
     (github.com/pytorch/pytorch/issues/169545).
 
     Example:
@@ -42,23 +42,24 @@ def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: i
     """
     if mode != "default" and device.type == "cuda" and micro_batches > 1:
         raise ValueError(
-            f"compile={mode!r} uses CUDA graphs, which overwrite gradients that are accumulated, "
-            f"got accumulate_grad_batches={micro_batches}; use compile='default'."
+            f"compile={mode!r} uses CUDA graphs, which cannot accumulate gradients, but "
+            f"accumulate_grad_batches={micro_batches}; use compile='default'."
         )
 
 
 def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = False) -> None:
-    """Compile a network, or each of its blocks, in place. The compilation runs at the next call.
+    """Compile a network, or each of its blocks, in place, when it is called the next time.
 
-    Tensor sizes are constants of a graph, unless `run_compiled` marks them as dynamic. By default,
-    torch would make sizes dynamic at the second size that it sees, and use the slower dynamic graph
-    from then on. The exact result of a step would then depend on the sizes of earlier batches, and
-    a resumed fit would differ from an uninterrupted fit.
+    Tensor sizes are constants of a compiled graph, unless `run_compiled` marks them as dynamic. By
+    default, torch would compile a slower graph with dynamic sizes as soon as it gets a second size,
+    and use this graph from then on. The exact result of a step would then depend on the sizes of
+    earlier batches. Thus, a resumed fit could differ from an uninterrupted fit.
 
     Args:
         network: the network.
         mode: mode of `torch.compile`.
-        by_block: whether to compile each block on its own (`sharding.network_blocks`).
+        by_block: whether to compile each block of the network separately. The blocks are defined by
+            `sharding.network_blocks`.
 
     Example:
         >>> network = nn.Linear(2, 2)
@@ -70,9 +71,9 @@ def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = Fals
         part.compile(mode=mode, dynamic=False)
 
 
-# The first call also traces the backward pass. By default torch traces it under the autocast that
-# is active in the call, but backward() of an eager network runs without autocast. Gradients of the
-# parts that keep float32 (`no_autocast`) would then be computed in bfloat16.
+# The first call also traces the backward pass. By default, torch traces it under the autocast of
+# the forward pass, whereas backward() of an eager network runs without autocast. Compiled gradients
+# of the parts that keep float32 (`no_autocast`) would then be computed in bfloat16.
 _backward_as_eager = torch._functorch.config.patch({"backward_pass_autocast": "off"})
 
 
@@ -82,10 +83,10 @@ def run_compiled(
 ) -> Tensor:
     """Run a compiled network on images x (B, C, H, W) at noise labels (B,).
 
-    In training mode, each batch size B has its own graph. In evaluation mode, one graph serves all
-    B > 1.
+    In training mode, torch compiles a graph for each batch size B. In evaluation mode, a single
+    graph is used for all B > 1.
     """
-    noise_label = noise_label.contiguous()  # strides are constants too, and solvers expand t
+    noise_label = noise_label.contiguous()  # strides are constants of a graph; solvers expand t
     if not network.training and len(x) > 1:
         for inputs in (x, noise_label, condition):
             by_part(lambda part: torch._dynamo.mark_dynamic(part, 0), inputs)
@@ -103,15 +104,15 @@ def run_compiled_loss(
     process: Process,
     parameterization: Parameterization,
 ) -> Tensor:
-    """Run `loss.per_sample` in training, compiled if the loss has a learned variance.
+    """Run `loss.per_sample` in training, and compile it if the loss learns the variance.
 
-    Without compilation, such a loss would launch more than 100 kernels. Each batch size has its own
-    graph. The function takes the arguments of `protocols.Loss.per_sample`.
+    Without compilation, such a loss launches more than 100 kernels. Torch compiles a graph for each
+    batch size. The other arguments are the same as in `protocols.Loss.per_sample`.
     """
     inputs = (loss, weighted_error, prediction, process, parameterization)
     if loss.output_factor == 1:
         return type(loss).per_sample(*inputs)
-    step_table(process, prediction.t.device)  # computed outside of the graph
+    step_table(process, prediction.t.device)  # fills the cache outside of the graph
     return _compile(type(loss).per_sample)(*inputs)
 
 

@@ -1,4 +1,4 @@
-"""The LightningModule for diffusion models. Each part of the method is an argument."""
+"""The LightningModule for diffusion models, whose parts are arguments: network, loss and so on."""
 
 from collections.abc import Sequence
 from math import nan
@@ -55,65 +55,64 @@ from lit_diffusion.solvers.steps import with_grid
 from lit_diffusion.timesteps import bin_of, draw_uniforms
 
 Batch = tuple[Tensor, Any, Tensor]
-"""images uint8 (B, C, H, W); their condition, labels int64 (B,) for example; index int64 (B,)."""
+"""(images uint8 (B, C, H, W), condition such as labels int64 (B,), index int64 (B,))."""
 
 
 class DiffusionModule(LightningModule):
-    """Trains a denoising network, measures its loss on fixed noise, and samples from it.
+    """Diffusion model: trains a denoising network, logs its validation loss, and generates samples.
 
-    Random numbers are reproducible. In a training step, they depend only on (seed, rank, step,
-    micro-batch). The seed is the seed that was passed to `seed_everything`, or 0 if it was not
-    called. For a validation image, random numbers depend only on the image's index. For a sample,
-    they depend only on the sample's seed.
+    Random numbers are reproducible. In a training step, they depend only on the seed, the rank, and
+    the numbers of the step and micro-batch. The seed is the one passed to `seed_everything`, or 0
+    if you did not call it. For a validation image, random numbers depend only on the image's index.
+    For a sample, they depend only on the sample's seed.
 
-    A non-finite loss does not stop the run by itself. To stop the run, add the callback
-    `callbacks.FiniteUpdates` or set Trainer(detect_anomaly=True). The command `lit-diffusion fit`
-    adds the callback for you.
+    A non-finite loss does not stop training. To stop training, add the callback
+    `callbacks.FiniteUpdates`, as the command `lit-diffusion fit` does, or set
+    `Trainer(detect_anomaly=True)`.
 
     Args:
-        network: a `protocols.Network`.
+        network: network with the interface of `protocols.Network`.
         process: forward process.
-        parameterization: defines the network's output, such as noise or velocity.
+        parameterization: definition of the network's output, such as noise or velocity.
         loss: training objective.
         times: distribution of the training times.
         solver: sampler that `generate` uses.
         optimizer: function that creates the optimizer from the parameters that require a gradient.
-            On a GPU, torch's Adam, AdamW and SGD then use fused=True, unless the function passes
-            `fused` or `foreach`.
-        image_shape: (C, H, W) of x0. In a config of `fit`, "data" uses the shape of the data
-            module's images.
-        num_classes: number of classes. This is short for conditioning=ClassLabels(num_classes). In
-            a config of `fit`, "data" uses the number of classes of the data module.
+            If it returns torch's Adam, AdamW or SGD for parameters on a GPU, the module sets
+            fused=True, unless the function has set `fused` or `foreach`.
+        image_shape: (C, H, W) of x0. In a config of `lit-diffusion fit`, the value "data" takes the
+            shape from the data module.
+        num_classes: number of classes, short for `conditioning=ClassLabels(num_classes)`. In a
+            config of `lit-diffusion fit`, the value "data" takes the number from the data module.
         label_dropout: fraction of training samples whose condition is dropped, for classifier-free
             guidance. Usual values are 0.1 to 0.2.
-        codec: maps images to x0 and back; None means PixelCodec.
-        guidance: guidance that `generate` uses. None samples from the conditional model without
-            guidance.
-        lr_scheduler: function that creates the lr schedule from the optimizer. The schedule is
-            stepped once per optimizer step. None keeps the lr constant.
-        conditioning: kind of condition of the data and the network; None ignores the labels of the
-            data.
-        uniforms: joint distribution of the random numbers from which the times of a batch are
-            computed; None means Stratified().
+        codec: map from images to x0 and back; None means PixelCodec.
+        guidance: guidance that `generate` uses; None for no guidance.
+        lr_scheduler: function that creates the learning-rate schedule from the optimizer. Lightning
+            steps the schedule once per optimizer step. None keeps the learning rate constant.
+        conditioning: kind of condition that the data provide and the network takes. If it and
+            `num_classes` are None, the module ignores the labels of the data.
+        uniforms: joint distribution of the uniform random numbers from which the module computes
+            the times of a batch; None means `Stratified()`.
         channels_last: whether network and images use torch's channels_last memory format, which
             can make convolutions faster.
-        compile: mode of `torch.compile` for the network in a fit, including validation and samples
-            during the fit. A loss with a learned variance is compiled too. None compiles nothing.
+        compile: mode of `torch.compile` for the network during a fit, which includes its validation
+            and samples. If the loss learns the variance, it is compiled too. None compiles nothing.
             The modes "reduce-overhead" and "max-autotune" use CUDA graphs for the network. Outside
-            a fit, nothing is compiled, so that `load` and the commands that sample or evaluate
-            start at once. Call `compile_network` to speed up the generation of many samples.
-            Dropout draws different random numbers in a compiled network and in an eager network.
+            a fit, `compile` has no effect, because compilation would delay the first samples. To
+            generate many samples faster, call `compile_network`. In a compiled network, dropout
+            draws different random numbers than in an eager network.
 
     Raises:
-        ValueError: if two of the arguments do not fit together.
+        ValueError: if two arguments do not fit together.
 
     Attributes:
-        timestep_density: (num_bins,) density over u in [0, 1] from which training times are drawn.
-            It need not be normalized. None means the uniform density.
+        timestep_density: (num_bins,) density over u in [0, 1]. Training draws u from this density,
+            and computes the time from u. It need not be normalized. None means the uniform density.
         timestep_weight: (num_bins,) factor on the loss for each bin of u. None means 1.
-        watch: function that is called before every step of the solver (`protocols.Watch`), or None.
+        watch: function that the solver calls before every step (`protocols.Watch`), or None.
 
-    Source: Ho et al. 2020 (DDPM), algorithm 1. Here, every choice is an argument.
+    Source: Ho et al. 2020 (DDPM), algorithm 1, generalized so that every choice is an argument.
 
     Example:
         >>> from lit_diffusion.losses import DenoisingLoss, MinSNR
@@ -160,13 +159,13 @@ class DiffusionModule(LightningModule):
     ) -> None:
         super().__init__()
         if is_built_from_config():
-            # Hyperparameters from YAML are builtins. Python objects would be pickled into the
-            # checkpoint.
+            # Hyperparameters from YAML are plain builtins. Other Python objects are not saved,
+            # because they would be pickled into the checkpoint.
             self.save_hyperparameters(logger=False)
         if isinstance(image_shape, str) or isinstance(num_classes, str):
             raise ValueError(
-                "image_shape and num_classes may be 'data' in a config of `fit` only, got "
-                f"{image_shape!r} and {num_classes!r}; pass numbers."
+                "image_shape and num_classes may be 'data' only in a config of `lit-diffusion "
+                f"fit`, got {image_shape!r} and {num_classes!r}; pass numbers."
             )
         self.network = network
         self.process = process
@@ -202,7 +201,11 @@ class DiffusionModule(LightningModule):
     # Training
 
     def setup(self, stage: str) -> None:
-        """Raise ValueError if device or data do not fit the module, and compile the network."""
+        """Check that device and data fit the module, and compile the network if `compile` is set.
+
+        Raises:
+            ValueError: if the device is MPS, or if the data do not fit the module.
+        """
         if self.device.type == "mps":  # noise levels are float64
             raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
         data = getattr(self.trainer, "datamodule", None)
@@ -219,22 +222,26 @@ class DiffusionModule(LightningModule):
             self.compile_network(mode, isinstance(self.trainer.strategy, ModelParallelStrategy))
 
     def compile_network(self, mode: CompileMode = "default", by_block: bool = False) -> None:
-        """Compile the network in place, at its next call. In a fit, set `compile=` instead.
+        """Compile the network in place, when it is called the next time.
+
+        This method is for sampling. For training, set the argument `compile` of the module instead.
 
         Args:
             mode: mode of `torch.compile`.
-            by_block: whether to compile the blocks of the network one by one.
+            by_block: whether to compile each block of the network separately.
         """
         compiled.check_mode(mode)
         self._compile_mode = mode
         compiled.compile_network(self.network, mode, by_block)
 
     def configure_model(self) -> None:
-        """Split the network over the ranks of ModelParallelStrategy. Lightning calls this method.
+        """Shard the network over all ranks if the strategy is ModelParallelStrategy.
+
+        Lightning calls this method.
 
         Raises:
-            ValueError: if weights outside the network are trained, if the strategy has tensor
-                parallelism, or if it is FSDPStrategy.
+            ValueError: if the strategy is FSDPStrategy, if it uses tensor parallelism, or if
+                trainable weights are outside the network.
         """
         trainer = attached_trainer(self)
         if trainer is not None and isinstance(trainer.strategy, FSDPStrategy):
@@ -244,12 +251,15 @@ class DiffusionModule(LightningModule):
         others = [name for name, p in self.named_parameters() if p.requires_grad]
         others = [name for name in others if not name.startswith("network.")]
         if others:
-            raise ValueError(f"{others[0]} is not part of the network, which alone can be split.")
+            raise ValueError(
+                f"{others[0]} is a trainable weight outside the network, and only weights of the "
+                "network can be sharded."
+            )
         mesh = trainer.strategy.device_mesh
         if mesh["tensor_parallel"].size() > 1:
             raise ValueError(
                 "ModelParallelStrategy must have tensor_parallel_size=1 and data_parallel_size="
-                f"{mesh.size()}, all ranks; got {mesh['tensor_parallel'].size()} and "
+                f"{mesh.size()}, the number of ranks; got {mesh['tensor_parallel'].size()} and "
                 f"{mesh['data_parallel'].size()}."
             )
         sharding.shard_network(self.network, mesh["data_parallel"], trainer.precision)
@@ -259,16 +269,18 @@ class DiffusionModule(LightningModule):
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
-        """Compute the loss `E[w(u) * W(t) * mean((target - network(x_t, t))**2)]` of a batch.
+        """Compute the training loss of a batch.
 
-        Here, `x_t = alpha(t) * x0 + sigma(t) * noise`. The expectation is over the images x0 of the
-        batch, standard normal noise, and u from `timestep_density`. The time t is computed from u.
-        The parameterization defines the target. W is the weighting of the loss, and w is
-        `timestep_weight`.
+        The loss is the mean of `w(u) * W(t) * mean((target - network(x_t, t))**2)` over the images
+        x0 of the batch, with `x_t = alpha(t) * x0 + sigma(t) * noise`. Each image has its own
+        standard normal noise and its own u, which is drawn from `timestep_density`. The
+        distribution `times` maps u to the time t. The target is defined by the parameterization, W
+        is the weighting of the loss, and w is `timestep_weight`. A loss that learns the variance
+        adds a term.
 
         Returns:
-            A dictionary with the "loss". For callbacks, it also has "u", "t" and
-            "per_sample_loss", each with the shape (B,).
+            A dictionary with the "loss". For callbacks, it also contains "u", "t" and
+            "per_sample_loss" (before the factor w), each of shape (B,).
         """
         images, condition, _ = self._unpack_batch(batch)
         x0 = encode_for_training(self.codec, images)  # (B, C, H, W)
@@ -292,18 +304,20 @@ class DiffusionModule(LightningModule):
     def per_sample_loss(
         self, x0: Tensor, condition: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:
-        """Compute the losses `W(t) * mean((target - network(x_t, t))**2)` of noised images.
+        """Compute the loss of each image at a given time and with given noise.
 
-        The noised images are `x_t = alpha(t) * x0 + sigma(t) * noise`. The losses depend only on
-        the arguments and the weights.
+        The loss is `W(t) * mean((target - network(x_t, t))**2)` with
+        `x_t = alpha(t) * x0 + sigma(t) * noise`. It depends only on the arguments and the weights.
+        A loss that learns the variance adds a term.
 
         Args:
-            x0: (B, C, H, W) clean images, encoded.
+            x0: (B, C, H, W) clean images, encoded by the codec.
             condition: condition of the images, such as labels (B,) int64; None for an unconditional
                 network.
             t: (B,) float64 times.
-            noise: (B, C, H, W) standard normal.
-            step: optimizer steps completed, for weightings that change during training.
+            noise: (B, C, H, W) standard normal noise.
+            step: number of completed optimizer steps, for weightings that change during training;
+                None outside training.
 
         Returns:
             (B,) losses.
@@ -326,7 +340,7 @@ class DiffusionModule(LightningModule):
     def _run_network(
         self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor | None]:
-        """The output, and the variance output (None if it is not learned), in the dtype of x_t."""
+        """Return output and variance output (None if not learned), in the dtype of x_t."""
         x = self.parameterization.network_input(x_t, alpha, sigma)
         x = x.to(self.dtype).contiguous(memory_format=self.memory_format)
         inputs = (x, self.process.noise_label(t).float(), condition)
@@ -347,8 +361,8 @@ class DiffusionModule(LightningModule):
         return output, variance_output
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the lr, and the norm of the gradient of all parameters before clipping."""
-        # In manual optimization, Lightning would log an old norm again in batches without a step.
+        """Log the learning rate, and the norm of the gradient before clipping."""
+        # In manual optimization, Lightning would log the old norm again in batches without a step.
         if self.automatic_optimization and should_log(self.trainer):
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
             # There are no gradients if FiniteUpdates skips this update.
@@ -356,7 +370,7 @@ class DiffusionModule(LightningModule):
             self.log_dict({"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm})
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer, and the schedule that is stepped with it."""
+        """Return the optimizer and the learning-rate schedule."""
         configured: OptimizerLRScheduler = optimizer_and_schedule(
             [p for p in self.parameters() if p.requires_grad],
             self._make_optimizer,
@@ -366,32 +380,36 @@ class DiffusionModule(LightningModule):
         return configured
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the checksum of the codec, because its weights are not in the checkpoint."""
+        """Store the checksum of the codec's weights, because a checkpoint does not contain them."""
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise ValueError if the checkpoint comes from a run with a different codec."""
+        """Raise ValueError if the checkpoint comes from a run whose codec had different weights."""
         checks.check_codec(self.codec, checkpoint)
 
     # Validation
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss, with a fixed noise level and fixed noise for each image."""
+        """Log the loss. For each image, the noise level and the noise are fixed."""
         self.log("val/loss", self._update_val_loss(batch), prog_bar=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the validation loss on the test split, under the name of the split that is used."""
+        """Log the loss of the test split, computed as in validation.
+
+        The name of the metric starts with "test", or with the split that the data module's
+        attribute `tests_on` names.
+        """
         split = getattr(self.trainer.datamodule, "tests_on", "test")  # type: ignore[attr-defined]
         self.log(f"{split}/loss", self._update_val_loss(batch))
 
     def _update_val_loss(self, batch: Batch) -> MeanMetric:
-        """Add float64 losses that depend only on each image, its index and the weights."""
+        """Add losses in float64 that depend only on the images, their index and the weights."""
         images, condition, index = self._unpack_batch(batch)
         x0 = self.codec.encode(images)
         checks.check_shape(x0, self.image_shape)
         t = self.times.quantile(index_uniforms(index), self.process)
         noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
-        # Without the step, because the warm-up of a weighting would distort the curve.
+        # `step` is not passed, because the warm-up of a weighting would distort the loss curve.
         losses = self.per_sample_loss(x0, condition, t, noise)
         self._val_loss.set_dtype(torch.float64)  # precision plugins and resets change it
         self._val_loss.update(losses.double())
@@ -410,13 +428,14 @@ class DiffusionModule(LightningModule):
 
         Args:
             seeds: one integer per image.
-            labels: a condition for N images, such as classes (N,) int64 below `num_classes`, where
-                -1 means no class. None uses the default of each seed. For classes, the default is
-                the seed modulo `num_classes`.
+            labels: the condition of the N images. For classes, it is labels (N,) int64 below
+                `num_classes`, where -1 means no class. None uses the default condition of each
+                seed, which for classes is the seed modulo `num_classes`.
 
         Raises:
-            ValueError: if labels are not a valid condition.
-            NonFiniteSamples: if an image or one of its intermediate estimates is NaN or infinite.
+            ValueError: if `labels` is not a valid condition.
+            NonFiniteSamples: if a sample, or an estimate of x0 on the way to it, is NaN or
+                infinite.
         """
         return self._sample(self.solver, self.process, seeds, labels)
 
@@ -427,16 +446,18 @@ class DiffusionModule(LightningModule):
         """Generate images uint8 (N, C, H, W) from noised images instead of pure noise.
 
         Args:
-            images: uint8 (N, C, H, W) images to start from.
+            images: uint8 (N, C, H, W) images to which noise is added.
             seeds: one integer per image.
-            labels: a condition of N images; None uses the default of each seed, as in `generate`.
-            strength: fraction of the solver's steps to use. At least one step is used. A small
-                fraction preserves most of the image.
+            labels: the condition of the N images. None uses the default condition of each seed, as
+                in `generate`.
+            strength: fraction of the solver's steps to take, in (0, 1]. At least one step is taken.
+                A small fraction preserves most of the image.
 
         Raises:
-            ValueError: if labels are not a valid condition, if strength is outside (0, 1], or if
-                the solver has no `steps` and `times`.
-            NonFiniteSamples: if an image or one of its intermediate estimates is NaN or infinite.
+            ValueError: if `labels` is not a valid condition, if `strength` is not in (0, 1], or if
+                the solver is not a dataclass with `steps` and `times`.
+            NonFiniteSamples: if a sample, or an estimate of x0 on the way to it, is NaN or
+                infinite.
 
         Source: Meng et al. 2022 (SDEdit).
         """
@@ -457,17 +478,18 @@ class DiffusionModule(LightningModule):
     ) -> Tensor:
         """Generate images uint8 (N, C, H, W) that equal given images where a mask is 1.
 
-        The sampler is `solvers.editing.RePaint`. It is ancestral sampling with the steps and times
-        of the module's solver, and with the solver's variance if it has one.
+        The method samples with `solvers.editing.RePaint` instead of the module's solver. It takes
+        the steps, the times and, if it exists, the variance from the module's solver.
 
         Args:
             images: uint8 (N, C, H, W) images to preserve in part.
             mask: (N, 1, H, W) or broadcastable, with the height and width of x0. The mask is 1
                 where images are preserved, and 0 where they are generated.
             seeds: one integer per image.
-            labels: a condition of N images; None uses the default of each seed, as in `generate`.
-            resamples: number of times that each step is taken. A larger number makes both parts
-                more consistent.
+            labels: the condition of the N images. None uses the default condition of each seed, as
+                in `generate`.
+            resamples: number of times that each step is taken. A larger number makes the preserved
+                part and the generated part more consistent.
 
         Source: Lugmayr et al. 2022 (RePaint).
         """
@@ -496,10 +518,13 @@ class DiffusionModule(LightningModule):
         return self.codec.decode(x0)
 
     def denoise_for(self, labels: Condition) -> Denoise:
-        """Return the network as a function from (x_t, t) to `Denoised`, for solvers and guidance.
+        """Return a function that maps (x_t, t) to estimates of x0 and noise (`Denoised`).
+
+        Solvers and guidance call this function instead of the network.
 
         Args:
-            labels: a condition on this module's device; None for an unconditional network.
+            labels: condition of the images, on this module's device; None for an unconditional
+                network.
         """
 
         def denoise(x_t: Tensor, t: Tensor) -> Denoised:
@@ -512,7 +537,7 @@ class DiffusionModule(LightningModule):
         return denoise
 
     def sampling_record(self) -> dict[str, Any]:
-        """Solver, steps, guidance and process that `generate` uses, for records of scores."""
+        """Describe solver, steps, guidance and process of `generate`, for evaluation records."""
         return {
             "solver": repr(with_grid(self.solver, self.process)),
             "steps": getattr(self.solver, "steps", None),
@@ -523,24 +548,25 @@ class DiffusionModule(LightningModule):
     # Batches and logs
 
     def _unpack_batch(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
-        """Images, condition and index of a batch, validated."""
+        """Validate a batch, and return its images, condition and index."""
         checks.check_batch(batch, takes_condition=self.conditioning is not None)
         images, labels, index = batch
         if self.conditioning is None:
             return images, None, index
         condition = _tuple_from_list(labels)
-        # On a GPU labels are checked only once, because the check waits for the device.
+        # On a GPU, labels are checked only once, because the check synchronizes with the device.
         if images.device.type == "cpu" or not self._has_checked_condition:
             self.conditioning.check(condition, len(images))
             self._has_checked_condition = True
         return images, condition, index
 
     def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor, batch_idx: int) -> None:
-        """Log the loss, and in logging steps also its mean in each quartile of u (nan if empty).
+        """Log the loss, and in logging steps also its mean in each quartile of u.
 
-        Lightning takes 0.5 ms to log a number, so numbers that would not be used are not logged.
-        The method does not set `prog_bar=True`, because Lightning would then wait for the device at
-        every batch. Instead, `callbacks.progress` shows the loss.
+        The mean of an empty quartile is NaN. In other steps, nothing more is logged, because
+        Lightning takes 0.5 ms to log a number. The method does not set `prog_bar=True`, because
+        Lightning would then wait for the device in every batch. `callbacks.progress` shows the loss
+        instead.
         """
         is_logging_step = should_log(self.trainer)
         if is_logging_step or batch_idx == 0 or self.trainer.is_last_batch:

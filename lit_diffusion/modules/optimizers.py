@@ -1,4 +1,4 @@
-"""Create the optimizer of a module, fused on a GPU, and its lr schedule."""
+"""Create the optimizer of a module, with fused kernels on a GPU, and the learning-rate schedule."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -21,22 +21,22 @@ def optimizer_and_schedule(
     make_schedule: Callable[[Optimizer], Any] | None,
     total_steps: Callable[[], int | None],
 ) -> Any:
-    """Create the optimizer and the lr schedule, in the form that `configure_optimizers` returns.
+    """Create optimizer and learning-rate schedule, in the form of Lightning's configure_optimizers.
 
-    The schedule is stepped once per optimizer step.
+    Lightning steps the schedule once per optimizer step.
 
     Args:
         parameters: parameters to train.
-        make_optimizer: function that creates the optimizer from the parameters. Its result is
-            passed to `with_fused_kernels`.
-        make_schedule: function that creates the schedule from the optimizer; None keeps the lr
-            constant.
-        total_steps: function that returns the optimizer steps of the whole run, or None if the run
-            has no end. The function is called only if the schedule needs this number and was
+        make_optimizer: function that creates the optimizer from the parameters. The optimizer is
+            then changed by `with_fused_kernels`.
+        make_schedule: function that creates the schedule from the optimizer; None keeps the
+            learning rate constant.
+        total_steps: function that returns the number of optimizer steps of the whole run, or None
+            if the run is unlimited. It is called only if the schedule needs this number and was
             created without it.
 
     Raises:
-        ValueError: if the schedule needs the length of the run, and the run has no end.
+        ValueError: if the schedule needs the length of the run, but the run is unlimited.
 
     Example:
         >>> from lit_diffusion.lr_schedules import WarmupCosine
@@ -52,7 +52,7 @@ def optimizer_and_schedule(
     if isinstance(schedule, WarmupLinear) and schedule.total_steps is None:
         if (steps := total_steps()) is None:
             raise ValueError(
-                "the lr schedule needs the length of the run, and this Trainer has none; pass "
+                "the lr schedule needs the length of the run, but this Trainer has no limit; pass "
                 "max_steps to the Trainer or total_steps to the schedule."
             )
         schedule.set_total_steps(steps)
@@ -62,15 +62,18 @@ def optimizer_and_schedule(
 def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     """Set fused=True in torch's Adam, AdamW or SGD if all parameters are on GPUs.
 
-    Parameters must be real. The optimizer must have been created without `fused`, `foreach` and
-    `differentiable`. Optimizers that do not meet these conditions are returned unchanged. Loading a
-    checkpoint does not change `fused` and `foreach`. Therefore, a run can resume on a different
-    device, from a checkpoint that was written without fused=True, or with weights in a different
-    memory format.
+    The function leaves `fused` unchanged if the optimizer was created with `fused`, `foreach` or
+    `differentiable`, or if a parameter is complex.
 
-    With precision=16-mixed, the GradScaler unscales the gradients. If you pass fused=True to the
-    constructor instead, the optimizer unscales the gradients itself. Lightning does not allow
-    `gradient_clip_val` with such optimizers, not even in bf16-mixed.
+    In addition, the optimizer keeps its `fused` and `foreach` when it loads a checkpoint, and gives
+    the loaded state the memory format of the weights. Therefore, a run can resume on a different
+    device, from a checkpoint written without fused=True, or with weights in a different memory
+    format.
+
+    Setting fused=True here differs from passing it to the optimizer's constructor. In the second
+    case, the optimizer itself unscales the gradients of precision=16-mixed. For such optimizers,
+    Lightning does not allow `gradient_clip_val`, not even in bf16-mixed. Here, the GradScaler
+    unscales the gradients, and clipping is allowed.
 
     Example:
         >>> adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])  # on a CPU
@@ -93,7 +96,7 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
 
 
 def _keep_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Load hook: keep the current `fused` and `foreach`, to which torch converts the state."""
+    """Load hook: replace the saved `fused` and `foreach` with the optimizer's current options."""
     saved, groups = state["param_groups"], optimizer.param_groups
     if len(saved) != len(groups):
         return None  # torch raises an error
@@ -103,7 +106,7 @@ def _keep_implementation(optimizer: Optimizer, state: dict[str, Any]) -> dict[st
 
 
 def _match_strides(optimizer: Optimizer) -> None:
-    """Load hook: give the state the strides of its parameter, which fused kernels assume."""
+    """Load hook: give the state the strides of its parameter, because fused kernels assume them."""
     for group in optimizer.param_groups:
         for param in group["params"] if group.get("fused") else ():
             state = optimizer.state.get(param, {})

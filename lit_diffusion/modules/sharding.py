@@ -1,4 +1,4 @@
-"""Split the weights of a network over ranks with FSDP2, block by block, and estimate the cost."""
+"""Shard the weights of a network over ranks with FSDP2, and measure the cost of a training step."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,14 +10,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.flop_counter import FlopCounterMode
 
 _GATHERED = {"32-true": None, "bf16-mixed": torch.bfloat16, "bf16-true": None}
-"""Precision of a Trainer -> dtype in which weights are gathered; None is their own."""
+"""Precision of a Trainer -> dtype in which weights are gathered. None keeps the weights' dtype."""
 
 
 def network_blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over the blocks of a network, which are split or compiled one by one.
+    """Iterate over the blocks of a network, which can be sharded or compiled separately.
 
-    The attribute `block_names` of a network contains the names of its blocks, or the names of lists
-    of blocks. A network without this attribute has no blocks.
+    The attribute `block_names` of a network lists the attributes that are blocks or ModuleLists of
+    blocks. A network without `block_names` has no blocks.
 
     Example:
         >>> from lit_diffusion.networks.dit import DiT
@@ -31,22 +31,23 @@ def network_blocks(network: nn.Module) -> Iterator[nn.Module]:
 
 
 def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
-    """Split a network's weights, gradients and optimizer state over the ranks of a mesh, in place.
+    """Shard a network's weights, gradients and optimizer state over the ranks of a mesh, in place.
 
-    A block gathers its weights just before it is used, and frees them afterwards. Weights outside
-    the blocks are gathered for the whole forward and backward pass. Weights and optimizer state
-    keep their dtype. Under "bf16-mixed", weights are gathered in bfloat16, and gradients are summed
-    in float32.
+    Each block gathers its weights just before it is used, and frees them afterwards. Weights
+    outside the blocks stay gathered for the whole forward and backward pass.
+
+    Weights and optimizer state keep their dtype. Gradients are summed over ranks in float32. With
+    "bf16-mixed", the ranks gather weights in bfloat16.
 
     Args:
-        network: a network with the same weights on all ranks. If it is already split in the same
-            way, the function does nothing.
-        mesh: one-dimensional mesh of all ranks that split the data.
+        network: a network with the same weights on all ranks. If it is already sharded over this
+            mesh for this precision, the function does nothing.
+        mesh: one-dimensional mesh of all data-parallel ranks.
         precision: precision of the Trainer, "32-true", "bf16-mixed" or "bf16-true".
 
     Raises:
         ValueError: if the precision is not supported, if the network has no `block_names`, or if
-            the network is already split over a different mesh or for a different precision.
+            the network is already sharded over a different mesh or for a different precision.
 
     Source: Zhao et al. 2023 (arXiv 2304.11277).
     """
@@ -54,18 +55,18 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
         before = vars(network)["split_for"]
         if before != (mesh, precision):
             raise ValueError(
-                f"an earlier Trainer has split the network over {before[0].size()} ranks in "
-                f"{before[1]}, so it cannot be split over {mesh.size()} in {precision}; build it "
-                "again, and load its weights from a checkpoint."
+                f"an earlier Trainer has sharded the network over {before[0].size()} ranks in "
+                f"{before[1]}, so it cannot be sharded over {mesh.size()} ranks in {precision}; "
+                "build it again, and load its weights from a checkpoint."
             )
         return
     if precision not in _GATHERED:
         names = ", ".join(_GATHERED)
-        raise ValueError(f"precision must be one of {names} for split weights, got {precision}.")
+        raise ValueError(f"precision must be one of {names} for sharded weights, got {precision}.")
     blocks = list(network_blocks(network))
     if not blocks:
         raise ValueError(
-            f"{type(network).__name__} names no blocks whose weights could be split over ranks; "
+            f"{type(network).__name__} has no blocks whose weights could be sharded over ranks; "
             "list its blocks in an attribute block_names, or use strategy='ddp'."
         )
     # Inputs are not cast, because bfloat16 cannot represent a noise label of 999.
@@ -78,14 +79,14 @@ def shard_network(network: nn.Module, mesh: DeviceMesh, precision: str) -> None:
 
 
 class StepCost(NamedTuple):
-    """Memory and computation of one training step of a network, computed from its shapes alone.
+    """Memory and computation of one training step of a network.
 
     Attributes:
-        parameters: number of weights.
-        block: weights of the largest block.
-        rest: weights that belong to no block.
-        activations: bytes that the forward pass stores for the backward pass.
-        flops: floating-point operations of the forward and backward pass.
+        parameters: number of weights of the network.
+        block: number of weights of the largest block.
+        rest: number of weights outside all blocks.
+        activations: number of bytes that the forward pass stores for the backward pass.
+        flops: number of floating-point operations of the forward and backward pass.
 
     Example:
         >>> StepCost(parameters=100, block=40, rest=20, activations=4000, flops=1200).block
@@ -100,10 +101,13 @@ class StepCost(NamedTuple):
 
 
 def measure_step(network: nn.Module, image_shape: Sequence[int], batch: int) -> StepCost:
-    """Trace one training step on the meta device, which allocates no memory and computes nothing.
+    """Measure memory and computation of a training step without running it.
+
+    The function traces the step on the meta device, which neither allocates nor computes tensors.
 
     Args:
-        network: a network on the meta device, in the dtype of its matrix products.
+        network: a network on the meta device. Its weights have the dtype in which the real step
+            would compute matrix products.
         image_shape: (C, H, W) of x.
         batch: number of images per rank.
 

@@ -17,31 +17,32 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 class VAECodec:
-    """Codec that uses an AutoencoderKL of diffusers from a local folder, frozen and in float32.
+    """Codec that encodes images with a pretrained VAE, an AutoencoderKL of diffusers.
 
-    The codec computes `x0 = scale * (z - shift)`. The latent z is distributed as
-    `N(mean, exp(logvar))`, the encoder's posterior for an image. Training steps call
-    `encode_for_training`, which draws z with the device's torch generator. Validation and other
-    deterministic uses call `encode`, which uses the mean. Both methods accept uint8 images, or the
-    floating-point moments that `lit-diffusion encode` writes.
+    The codec computes `x0 = scale * (z - shift)` from the latent z. The encoder's posterior of z
+    for an image is `N(mean, exp(logvar))`. Training steps call `encode_for_training`, which draws z
+    from the posterior with the device's torch generator. Validation and other deterministic uses
+    call `encode`, which sets z to the mean. Both methods accept uint8 images. They also accept
+    floating-point moments (mean and logvar), which `lit-diffusion encode` writes in advance.
 
-    This class is not an nn.Module. Therefore, its weights are not in the module's parameters(),
-    state_dict, EMA or checkpoint. Checkpoints contain only the SHA-256 of the weights. The weights
-    are loaded at first use and moved to the device of the input.
+    The VAE is frozen and runs in float32. The codec loads its weights at first use, and moves them
+    to the device of the input. Since the codec is not an nn.Module, the weights of the VAE are not
+    in the parameters, the state_dict, the EMA or the checkpoints of a LightningModule. Checkpoints
+    contain only the SHA-256 of these weights.
 
     Args:
-        folder: folder with config.json and diffusion_pytorch_model.safetensors.
+        folder: local folder with config.json and diffusion_pytorch_model.safetensors.
         scale: factor that gives x0 a variance of about 1. None uses `scaling_factor` of
-            config.json, or Stable Diffusion's 0.18215 if that is missing.
+            config.json, or Stable Diffusion's 0.18215 if config.json has no such entry.
         shift: offset that is subtracted from z. None uses `shift_factor` of config.json, or 0 if
-            that is missing.
-        batch_size: images per call of the VAE, >= 1.
+            config.json has no such entry.
+        batch_size: number of images per call of the VAE, >= 1.
 
     Raises:
         FileNotFoundError: if a file is missing.
         ModuleNotFoundError: if diffusers is not installed.
         ValueError: if a number is out of range, if the folder contains a different kind of model,
-            or if the weights are in several files. At first use, also if weights do not fit
+            or if the weights are in several files. At first use, also if the weights do not fit
             config.json or are not finite.
 
     Source: Rombach et al. 2022 (latent diffusion), sections 3.1 and D.1.
@@ -69,10 +70,10 @@ class VAECodec:
                 "an AutoencoderKL there, as its save_pretrained writes it."
             )
         index = self.folder / f"{WEIGHTS}.index.json"
-        if index.exists():  # diffusers would read the files that it names in place of WEIGHTS
+        if index.exists():  # diffusers would read the files listed there, instead of WEIGHTS
             raise ValueError(
-                f"{index} names other files of weights than {WEIGHTS}: delete it, or write a "
-                "single file by save_pretrained with a larger max_shard_size."
+                f"{index} lists weight files other than {WEIGHTS}: delete it, or write a single "
+                "file by calling save_pretrained with a larger max_shard_size."
             )
         if find_spec("diffusers") is None:
             raise ModuleNotFoundError("VAECodec needs diffusers: pip install -e '.[diffusers]'.")
@@ -81,7 +82,7 @@ class VAECodec:
             config = dict(json.loads(file.read_text()))
         if config.get("_class_name") != "AutoencoderKL":
             raise ValueError(
-                f"{self.folder} holds {config.get('_class_name')}, but an AutoencoderKL is needed."
+                f"{self.folder} contains a {config.get('_class_name')}, not an AutoencoderKL."
             )
         with checked_read(self.folder / "config.json", "config of an AutoencoderKL"):
             self.scale = float(config.get("scaling_factor", 0.18215) if scale is None else scale)
@@ -110,21 +111,21 @@ class VAECodec:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
-        """(C, H, W) of x0."""
+        """Return the shape (C, H, W) of x0 for images of shape (C, H, W)."""
         channels, height, width = image_shape
         if channels != self.image_channels or height % self._reduction or width % self._reduction:
             raise ValueError(
-                f"{self} takes images of {self.image_channels} channels whose sides are multiples "
-                f"of {self._reduction}, got {image_shape}."
+                f"{self} takes images of {self.image_channels} channels whose height and width are "
+                f"multiples of {self._reduction}, got {image_shape}."
             )
         return self._latent_channels, height // self._reduction, width // self._reduction
 
     def encode(self, images: Tensor, /) -> Tensor:
-        """Encode images uint8 (B, C, H, W), or moments (B, 2C', H', W'), to the mean x0 float32."""
+        """Encode images uint8 (B, C, H, W), or moments (B, 2C', H', W'), to the mean of x0."""
         return self._x0(self._moments(images).chunk(2, dim=1)[0])
 
     def encode_for_training(self, images: Tensor, /) -> Tensor:
-        """Draw x0 float32 from the posterior of images or moments, which `encode` also accepts."""
+        """Draw x0 from the posterior. `images` are images or moments, as in `encode`."""
         mean, logvar = self._moments(images).chunk(2, dim=1)
         return self._x0(mean + (0.5 * logvar).exp() * torch.randn_like(mean))
 
@@ -135,7 +136,7 @@ class VAECodec:
         return (pixels * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
     def moments(self, images: Tensor, /) -> Tensor:
-        """Mean and logvar of z (B, 2C', H', W') float32, for images uint8 (B, C, H, W)."""
+        """Return mean and logvar of z, (B, 2C', H', W') float32, for images uint8 (B, C, H, W)."""
 
         def encode_part(part: Tensor) -> Tensor:
             posterior = self._vae.to(part.device).encode(part.float() / 127.5 - 1).latent_dist
@@ -166,7 +167,7 @@ class VAECodec:
     def _vae(self) -> Any:
         from diffusers import AutoencoderKL
 
-        # The constructor draws random weights, which are replaced by those of the file.
+        # fork_rng, because the constructor draws random weights, which the file then replaces.
         weights = checked_read(self.folder / WEIGHTS, "weights of its config.json")
         with weights, torch.random.fork_rng(devices=[]):
             from_pretrained: Any = AutoencoderKL.from_pretrained
@@ -181,7 +182,7 @@ class VAECodec:
         if keys := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
             raise ValueError(
                 f"{self.folder / WEIGHTS} does not fit its config.json: {keys[0]} and "
-                f"{len(keys) - 1} more are missing, unknown or of another shape."
+                f"{len(keys) - 1} more are missing, unknown or have a different shape."
             )
         for name, parameter in vae.named_parameters():
             if not parameter.isfinite().all():

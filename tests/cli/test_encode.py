@@ -110,7 +110,7 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys, 
     state[-1] ^= 1
     weights.write_bytes(state)
     assert call("sample --checkpoint run --num 2 --out others") == 2
-    assert "the checkpoint is of latents of the VAE vae with SHA-256" in capsys.readouterr().err
+    assert "was trained on latents of the VAE vae with SHA-256" in capsys.readouterr().err
 
 
 # Shards

@@ -360,7 +360,7 @@ REFUSED = (
     "needs a process in discrete steps",
     "times that are not finite",
     "needs alpha > 0",
-    "shifts the steps of DDPM",
+    "shifts the mean of DDPM's steps",
     "needs a learned variance",
 )
 

@@ -414,8 +414,8 @@ CLASSIFIER = PURE_NOISE | {"guidance": ClassifierScore(None)}
         ({"num_classes": None}, "need labels; pass num_classes"),
         ({"solver": DDPM(LearnedRange(), 5)}, "needs a learned variance.*use HybridLoss"),
         ({"solver": DDPM(FixedSmall(), 200)}, "100 times can't be split into 200 steps"),
-        ({"guidance": ClassifierShift(None)}, "shifts the steps of DDPM.*use ClassifierScore"),
-        (CLASSIFIER | {"solver": DDIM(5)}, "begins without any .*LogSNR.noisiest=-10"),
+        ({"guidance": ClassifierShift(None)}, "shifts the mean of DDPM's.*use ClassifierScore"),
+        (CLASSIFIER | {"solver": DDIM(5)}, "starts at alpha = 0 .*LogSNR.noisiest=-10"),
         (PURE_NOISE | {"parameterization": Epsilon()}, "SNR = 0.*use Velocity"),
         (PURE_NOISE | {"parameterization": FDM(Velocity(), 0.002, 80.0)}, "SNR = 0.*use Velocity"),
         ({"num_classes": 7}, "num_classes is 7 in the module, but 3 in UNet"),
@@ -509,5 +509,5 @@ def test_inpainting_leaves_out_no_classifier():
     """RePaint has steps of its own, to which a shift would not be added."""
     shifted = module(solver=DDPM(FixedSmall(), 4), guidance=ClassifierShift(None))
     images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"shifts the steps of DDPM, and RePaint.*ClassifierScore"):
+    with pytest.raises(ValueError, match=r"shifts the mean of DDPM's steps, and RePaint.*Score"):
         shifted.inpaint(images, torch.zeros(1, 1, 8, 8), [0])

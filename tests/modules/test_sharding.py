@@ -163,7 +163,7 @@ def refuse(folder, tensor_parallel_size, loss):
     ("tensor_parallel_size", "loss", "message"),
     [
         (1, "UncertaintyLoss", "loss.log_variance is not part of the network"),
-        (2, "DenoisingLoss", "data_parallel_size=2, all ranks; got 2 and 1"),
+        (2, "DenoisingLoss", "data_parallel_size=2, the number of ranks; got 2 and 1"),
     ],
 )
 def test_what_ranks_would_not_share_is_refused(tmp_path, tensor_parallel_size, loss, message):
@@ -221,7 +221,7 @@ def test_a_network_that_is_split_already_is_not_split_otherwise(one_rank):
         shard_network(network, mesh, "32-true")
     other = init_device_mesh("cpu", (1,), mesh_dim_names=("other",))
     for settings in ((mesh, "bf16-mixed"), (other, "32-true")):
-        with pytest.raises(ValueError, match="split the network over 1 ranks in 32-true"):
+        with pytest.raises(ValueError, match="sharded the network over 1 ranks in 32-true"):
             shard_network(network, *settings)
 
 

@@ -181,7 +181,7 @@ def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
         ("layers_per_block", 10**30, "no config of an Autoenc"),  # would take for ever to build
         ("shift_factor", 10**400, "no config of an Autoenc"),
         ("scaling_factor", "x", "no config of an Autoenc"),
-        ("_class_name", "VQModel", "holds VQModel, but an AutoencoderKL is needed"),
+        ("_class_name", "VQModel", "contains a VQModel, not an AutoencoderKL"),
     ],
 )
 def test_a_config_with_odd_values_or_of_something_else_is_refused(tmp_path, name, value, message):
@@ -212,5 +212,5 @@ def test_weights_of_several_files_are_refused(tmp_path):
     part = {"metadata": {}, "weight_map": dict.fromkeys(state, "part.safetensors")}
     (tmp_path / f"{WEIGHTS}.index.json").write_text(json.dumps(part))
     os.mkfifo(tmp_path / "part.safetensors")
-    with pytest.raises(ValueError, match=r"index\.json names other files of weights .* delete it"):
+    with pytest.raises(ValueError, match=r"index\.json lists weight files other than .* delete it"):
         VAECodec(str(tmp_path))
