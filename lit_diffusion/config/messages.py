@@ -1,4 +1,4 @@
-"""Short error messages for a wrong config or command line that say how to correct it."""
+"""Explain errors in a config or on a command line in short messages with a suggested fix."""
 
 import errno
 import inspect
@@ -178,7 +178,7 @@ def is_user_error(
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the message of an error, for an error of the operating system with advice."""
+    """Return the message of an error. For an error of the operating system, add what to do."""
     if isinstance(error, OSError) and error.errno and error.strerror:
         subject = "" if error.filename is None else f"{error.filename}: "
         fix = FIXES.get(error.errno, "see to the file system, or name another path")

@@ -1,7 +1,7 @@
 """Replace class paths and arguments of earlier versions with their present names.
 
-The tables have an entry for each moved class and each renamed argument, so that old configs and
-checkpoints still load. Old names do not work in Python imports.
+The tables in this file have an entry for each moved class and each renamed argument, so that old
+configs and checkpoints still load. Old names do not work in Python imports.
 """
 
 from typing import Any

@@ -15,8 +15,8 @@ FLAGS = ("--print", "--debug")
 def shipped_configs() -> Path:
     """Return the folder of the configs that are installed with the package.
 
-    This is `configs/` in a checkout, and `lit_diffusion/configs/` in an installed wheel. In both
-    cases, the folder of `lit_diffusion.callbacks` is next to it.
+    The folder is `configs/` in a checkout, and `lit_diffusion/configs/` in an installed wheel. In
+    both cases, it is next to the folder of `lit_diffusion.callbacks`.
 
     Example:
         >>> (shipped_configs() / "digits.yaml").exists()

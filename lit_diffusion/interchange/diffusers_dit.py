@@ -76,7 +76,7 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of our DiT to the names in diffusers.
 
-    In diffusers, each block has embeddings of the timestep and the class of its own. Therefore, the
+    In diffusers, each block has its own embeddings of the timestep and the class. Therefore, the
     embeddings of our DiT are copied to each block. The position embedding is left out, because
     diffusers computes it.
     """

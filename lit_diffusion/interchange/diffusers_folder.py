@@ -98,9 +98,9 @@ def write_diffusers(
 def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] = (0, 1)) -> str:
     """Generate images from the same seeds with a pipeline and its module, and compare them.
 
-    Both start from the same noise, and use the classes that `generate` uses for the seeds. Both
-    take as many steps as the module's solver. The pipeline uses no guidance. If the images are
-    latents, they are not decoded for the comparison.
+    The pipeline and the module start from the same noise, and use the classes that `generate` uses
+    for the seeds. Both take as many steps as the module's solver. The pipeline uses no guidance. If
+    the images are latents, they are not decoded for the comparison.
 
     Args:
         folder: folder of the pipeline, which `write_diffusers` has written from the module.

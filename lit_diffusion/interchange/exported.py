@@ -1,10 +1,11 @@
 """Write and read exported networks: folders with network.safetensors and network.json.
 
-network.json, the record, contains the class path and the arguments of the network. It also contains
-those of the module, so that `lit_diffusion.load` can use the folder as a checkpoint.
+network.json, the record, contains the class path and the arguments of the network. It also
+describes the module, with its process and solver, so that `lit_diffusion.load` accepts the folder
+as a checkpoint.
 
-`load_network` needs only torch and safetensors. It builds only classes that are listed here, and
-imports no other class that a record names.
+`load_network` needs only torch and safetensors. It builds only the classes in `NETWORKS` and
+`CONDITIONS`, and imports nothing that a record names.
 """
 
 import hashlib
@@ -253,9 +254,9 @@ def load_network(folder: str | Path) -> nn.Module:
 def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     """Build a network from JSON arguments.
 
-    Two arguments are objects: `condition`, and `network` of `Patched`. In JSON, they are
-    dictionaries with class_path and init_args. Only classes of `NETWORKS` and `CONDITIONS` are
-    built.
+    Two arguments of networks are objects: `condition`, and `network` of `Patched`. In JSON, each of
+    them is a dictionary with class_path and init_args. Only classes in `NETWORKS` and `CONDITIONS`
+    are built.
 
     Example:
         >>> classes = {"class_path": "lit_diffusion.networks.conditions.Classes",

@@ -109,8 +109,8 @@ def model_config(spec: Json) -> Json:
 def check_weights(state: State, source: str) -> None:
     """Raise ValueError unless all weights are dense, real, floating-point and finite.
 
-    The weights of all published checkpoints are. The message contains `source` and the name of the
-    first weight that is not.
+    All published checkpoints have such weights. The error message contains `source` and the name of
+    the first weight that fails the check.
 
     Example:
         >>> check_weights({"weight": torch.ones(2)}, "model.pt")
