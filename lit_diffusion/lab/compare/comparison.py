@@ -25,7 +25,7 @@ class Verdict(Enum):
     NO_DIFFERENCE = "no difference shown"
     WORSE = "ends worse"  # no seed reached the target, no difference in speed, higher last FID
     LOST = "not finite at the end"  # faster, but the last FID of a seed is not finite
-    MISSED = "does not get there"  # no seed reached the target, and speed is not measurable
+    MISSED = "does not reach the target"  # no seed reached the target, and speed is not measurable
     UNKNOWN = "not tested"  # there is no interval
 
 
@@ -86,7 +86,7 @@ class Comparison:
         return (self.baseline, *(result.arm for result in self.results))
 
     def ends_higher(self, result: Result) -> bool:
-        """Whether the lowest FID (median over seeds) of an arm is above that of the baseline."""
+        """Whether an arm has a higher lowest FID (median over seeds) than the baseline."""
         return result.arm.median_best > self.baseline.median_best
 
     def falls_short(self, result: Result) -> bool:
@@ -232,8 +232,9 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
     """Replace the steps in the curves of all arms with the number of training images so far.
 
     Returns:
-        The changed arms. None if the numbers of images are unknown, or if all arms use the same
-        number of images per step, which makes the comparison equivalent.
+        The changed arms. None if the numbers of images are unknown. None, too, if all arms use the
+        same number of images per step, because a comparison by images would then equal a comparison
+        by steps.
     """
     rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
     if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):
@@ -262,7 +263,7 @@ def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
 
 
 def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
-    """Repeat a comparison with each of `DISTANCES` instead of FID, with its default target."""
+    """Repeat a comparison with each of `DISTANCES` instead of FID, with their default targets."""
     base = comparison.baseline.name
     arms_by_metric = {name: by_metric(comparison.arms, name) for name in DISTANCES}
     return {

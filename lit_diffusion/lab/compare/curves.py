@@ -138,8 +138,9 @@ class Curve:
 
         Let s be the steps of the evaluations, m the running minimum of the FID (which ignores NaN),
         and k the first evaluation with `m[k] <= target`. Log FID is interpolated linearly between
-        evaluations k - 1 and k. The result is `s[k-1] + (s[k] - s[k-1]) * (log(m[k-1]) -
-        log(target)) / (log(m[k-1]) - log(m[k]))`.
+        evaluations k - 1 and k. The result is
+
+            s[k-1] + (s[k] - s[k-1]) * log(m[k-1] / target) / log(m[k-1] / m[k])
 
         Example:
             >>> curve = Curve("0", (1000, 2000, 3000), (16.0, 4.0, 3.0))
@@ -257,7 +258,7 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
 
 
 def paired_spread(curves: Iterable[Curve]) -> Spread | None:
-    """Estimate the spread of the last FID over sets of samples, without effects on all runs.
+    """Estimate how the last FID varies over sets of samples, except for effects on all runs alike.
 
     If all runs generate their k-th set of samples from the same seeds, this set may raise or lower
     the FIDs of all runs alike. Such an effect cancels when runs are compared, so it is removed. Let

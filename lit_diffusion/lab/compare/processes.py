@@ -60,9 +60,9 @@ def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
     by `at_once`.
 
     If this process gets a SIGUSR1, with which batch systems announce the end of their time limit,
-    the running processes get a SIGUSR1, too, and may take any time to end. If this process gets a
-    SIGTERM or SIGHUP or is interrupted, the running processes get a SIGTERM, and a SIGKILL after
-    `PATIENCE` seconds. Signals that this process ignores, as under nohup, stay ignored.
+    the running processes get a SIGUSR1, too, and may take as long as they need. If this process
+    gets a SIGTERM or SIGHUP or is interrupted, the running processes get a SIGTERM, and a SIGKILL
+    after `PATIENCE` seconds. Signals that this process ignores, as under nohup, stay ignored.
 
     Args:
         jobs: iterator over jobs. The next job is requested whenever fewer than `at_once` processes

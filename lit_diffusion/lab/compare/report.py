@@ -85,8 +85,8 @@ class Report:
         speed = f"{factor} as fast as {base} to {comparison.metric} {format_fid(best.at)}"
         if not comparison.winners:
             if factor == "unknown":
-                return f"No arm is shown to win: how fast {name}, the best, is remains unknown."
-            return f"No arm is shown to win: {name}, the best, is {speed}."
+                return f"No arm is shown to win: the speed-up of {name}, the best arm, is unknown."
+            return f"No arm is shown to win: {name}, the best arm, is {speed}."
         not_leading = [metric for metric, other in self.others.items() if not leads(name, other)]
         caveat = f", but does not lead by {', '.join(not_leading)}" * bool(not_leading)
         return f"{name} wins: it is {speed}{caveat}."

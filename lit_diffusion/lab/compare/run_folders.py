@@ -440,7 +440,7 @@ def _missing_reason(run: Run, metric: str) -> str | None:
     if others := run.fid_metrics + logged:
         return f"it has no {metric}, but {', '.join(others)}"
     if run.diverged:
-        return "its training diverged before its first FID, which flatters its arm"
+        return "its training diverged before its first FID, so its arm looks too good"
     step, what = last_row.get("step"), "FID" if is_fid(metric) else metric
     return f"it has no {what}" + (f"; metrics.csv ends at step {step}" if step else "")
 

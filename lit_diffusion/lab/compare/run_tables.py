@@ -71,7 +71,7 @@ def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
         if changed := [key for key in sampling if key in base and sampling[key] != base[key]]:
             listed = "; ".join(f"{key} {sampling[key]}, not {base[key]}" for key in changed)
             is_sampler = not {*changed} <= {"process", "ema_decay"}  # those are part of training
-            caveat = " A gain may be the sampler's, not the training's." * is_sampler
+            caveat = " A gain may come from the sampler, not from the training." * is_sampler
             notes.append(
                 f"{name} draws its samples in another way than {selection.baseline}: {listed}."
                 f"{caveat}"

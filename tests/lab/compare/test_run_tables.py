@@ -117,7 +117,7 @@ def test_another_way_to_sample_is_noted_and_whether_a_gain_may_be_due_to_it(way,
     text = notes()
     assert "clts draws its samples in another way than baseline" in text
     assert all(f"{key} {value}, not " in text for key, value in way.items())
-    assert ("may be the sampler's" in text) is is_sampler
+    assert ("may come from the sampler" in text) is is_sampler
 
 
 def test_a_resume_with_other_settings_is_noted():
