@@ -175,7 +175,8 @@ def test_runs_that_cannot_stand_beside_the_others_are_left_out_with_the_reason(s
     selection = selected()
     assert dict(selection.left_out) == {
         "sweep/clts/seed-2": "it has no FID; metrics.csv ends at step 1999",
-        "sweep/clts/seed-3": "its training diverged before its first FID, so its arm looks too good",
+        "sweep/clts/seed-3": "its training diverged before its first FID, so its arm "
+        "looks too good",
         "sweep/clts/seed-4": "it has no val/fid_360, but val/fid_5k",
         "sweep/clts/seed-5": "cut short: its FIDs end at step 900, other seeds' at step 2,000",
         "sweep/md/seed-6": "cut short: its FIDs end at step 900 of 2,000",
