@@ -36,7 +36,7 @@ class PixelCodec:
         return images.float() / 127.5 - 1
 
     def decode(self, x0: Tensor, /) -> Tensor:
-        """Scale x0 to images uint8 (B, C, H, W), rounded to the nearest integer and clamped."""
+        """Scale x0 to images uint8 (B, C, H, W): the nearest integers in [0, 255]."""
         return (x0 * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Power-function averages of weights, and their post-hoc reconstruction from a few snapshots.
+"""EDM2's power-function averages of weights, and their reconstruction from a few snapshots.
 
 At step t, the average is the integral of `p(tau) * parameters(tau)` over the steps tau in [0, t].
 The profile p is the density
@@ -45,7 +45,11 @@ def exponent(width: float) -> float:
 
 
 def power_decay(gamma: float, step: int) -> float:
-    """Compute the decay `(1 - 1 / step)**(gamma + 1)` of a power-function average at a step >= 1.
+    """Compute the EMA decay `(1 - 1 / step)**(gamma + 1)` of a power-function average at a step.
+
+    Args:
+        gamma: exponent of the profile.
+        step: optimizer step, counted from 1.
 
     Source: Karras et al. 2024 (EDM2), Eq. 127.
 

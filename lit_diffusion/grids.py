@@ -60,8 +60,8 @@ class Sections:
 class Stride:
     """Every k-th integer time from 0, where k is the smallest stride that gives `steps` times.
 
-    Improved-diffusion calls this grid "ddimN". The noisiest time T - 1 is part of the grid only if
-    k divides T - 1.
+    Improved-diffusion calls this grid "ddimN", where N is the number of steps. The noisiest time
+    T - 1 is part of the grid only if k divides T - 1.
 
     Source: Song et al. 2021 (DDIM), appendix D.2.
 

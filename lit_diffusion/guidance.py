@@ -43,7 +43,8 @@ class ClassifierFree:
             0.7.
 
     Raises:
-        ValueError: if scale is not finite, if rescale is not in [0, 1], or if not 0 <= low < high.
+        ValueError: if scale is not finite, if rescale is not in [0, 1], or if the interval does not
+            satisfy `0 <= low < high`.
 
     Source: Ho & Salimans 2022 (classifier-free guidance), Eq. 6. The interval is from Kynkaanniemi
     et al. 2024 (arXiv 2404.07724), Eq. 6, and rescaling from Lin et al. 2023 (arXiv 2305.08891),
@@ -139,7 +140,7 @@ class Autoguidance:
             other noise levels, only this model is used.
 
     Raises:
-        ValueError: if scale is not finite, or if not 0 <= low < high.
+        ValueError: if scale is not finite, or if the interval does not satisfy `0 <= low < high`.
 
     Source: Karras et al. 2024 (Guiding a Diffusion Model with a Bad Version of Itself, arXiv
     2406.02507), Eq. 4.

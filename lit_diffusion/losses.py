@@ -36,7 +36,7 @@ class Simple:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """The weight 1."""
+        """Return the weight 1."""
         return torch.ones_like(alpha)
 
 
@@ -49,8 +49,9 @@ class MinSNR:
 
     Args:
         gamma: SNR above which W is constant.
-        zero_snr_weight: weight on the squared error of the output at SNR = 0. None uses the
-            formula, which gives 0 with `Sample` and `Velocity`. The authors' code uses 1.0.
+        zero_snr_weight: weight on the squared error of the output where the SNR is 0. None keeps
+            the Min-SNR weight, which is 0 there with `Sample` and `Velocity`. The authors' code
+            uses 1.0.
 
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), section 3.4.
 
@@ -66,7 +67,7 @@ class MinSNR:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """`min(SNR, gamma) * output_scale**2`."""
+        """Return `min(SNR, gamma) * output_scale**2`."""
         snr = (alpha / sigma) ** 2
         weight = snr.clamp(max=self.gamma) * output_scale**2
         if self.zero_snr_weight is None:
@@ -99,7 +100,7 @@ class P2:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """`SNR / (k + SNR)**gamma * output_scale**2`."""
+        """Return `SNR / (k + SNR)**gamma * output_scale**2`."""
         snr = (alpha / sigma) ** 2
         return snr / (self.k + snr) ** self.gamma * output_scale**2
 
@@ -125,7 +126,7 @@ class SoftMinSNR:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """`SNR * gamma / (SNR + gamma) * output_scale**2`."""
+        """Return `SNR * gamma / (SNR + gamma) * output_scale**2`."""
         snr = (alpha / sigma) ** 2
         return snr * self.gamma / (snr + self.gamma) * output_scale**2
 
@@ -148,7 +149,7 @@ class TruncSNR:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """`max(SNR, 1) * output_scale**2`."""
+        """Return `max(SNR, 1) * output_scale**2`."""
         return ((alpha / sigma) ** 2).clamp(min=1) * output_scale**2
 
 
@@ -169,7 +170,7 @@ class InvSNR:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """`(sigma * output_scale / alpha)**2`."""
+        """Return `(sigma * output_scale / alpha)**2`."""
         return (sigma / alpha * output_scale) ** 2
 
 
@@ -199,7 +200,7 @@ class AsFlow:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """`(output_scale / max(sigma / (alpha + sigma), floor))**2`."""
+        """Return `(output_scale / max(sigma / (alpha + sigma), floor))**2`."""
         return (output_scale / (sigma / (alpha + sigma)).clamp(min=self.floor)) ** 2
 
 
@@ -240,7 +241,7 @@ class FDMWarmup:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """`min(base_weight, C * output_scale**2)`."""
+        """Return `min(base_weight, C * output_scale**2)`."""
         weight = self.base.weight(alpha, sigma, output_scale, step)
         bound = self.bound(step)
         return weight if bound == math.inf else weight.minimum(bound * output_scale**2)

@@ -40,7 +40,7 @@ class WarmupConstant(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
-        """Factor on the lr in step `step`, counted from 0."""
+        """Return the factor on the lr in step `step`, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return 1.0
@@ -95,7 +95,7 @@ class WarmupLinear(WarmupConstant):
         super().__init__(optimizer, warmup_steps)
 
     def factor(self, step: int) -> float:
-        """Factor on the lr in step `step`, counted from 0."""
+        """Return the factor on the lr in step `step`, counted from 0."""
         if step < self.warmup_steps or step == 0:
             return super().factor(step)
         if self.total_steps is None:
@@ -138,5 +138,5 @@ class WarmupCosine(WarmupLinear):
     """
 
     def decay(self, done: float) -> float:
-        """`(1 + cos(pi * done)) / 2`."""
+        """Return `(1 + cos(pi * done)) / 2`."""
         return (1 + math.cos(math.pi * done)) / 2

@@ -33,19 +33,19 @@ class Epsilon:
     """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """x_t."""
+        """Return x_t."""
         return x_t
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The noise."""
+        """Return the noise."""
         return noise
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`(x_t - sigma * output) / alpha`."""
+        """Return `(x_t - sigma * output) / alpha`."""
         return (x_t - sigma * output) / alpha
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`sigma / alpha`."""
+        """Return `sigma / alpha`."""
         return sigma / alpha
 
 
@@ -62,19 +62,19 @@ class Sample:
     """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """x_t."""
+        """Return x_t."""
         return x_t
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """x0."""
+        """Return x0."""
         return x0
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The output."""
+        """Return the output."""
         return output
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """1."""
+        """Return 1."""
         return torch.ones_like(alpha)
 
 
@@ -93,19 +93,19 @@ class Velocity:
     """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """x_t."""
+        """Return x_t."""
         return x_t
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The velocity `alpha * noise - sigma * x0`."""
+        """Return the velocity `alpha * noise - sigma * x0`."""
         return alpha * noise - sigma * x0
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`(alpha * x_t - sigma * output) / (alpha**2 + sigma**2)`."""
+        """Return `(alpha * x_t - sigma * output) / (alpha**2 + sigma**2)`."""
         return (alpha * x_t - sigma * output) / (alpha**2 + sigma**2)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`c_out = sigma / (alpha**2 + sigma**2)`."""
+        """Return `c_out = sigma / (alpha**2 + sigma**2)`."""
         return sigma / (alpha**2 + sigma**2)
 
 
@@ -123,19 +123,19 @@ class FlowVelocity:
     """
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """x_t."""
+        """Return x_t."""
         return x_t
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The velocity `noise - x0`."""
+        """Return the velocity `noise - x0`."""
         return noise - x0
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`(x_t - sigma * output) / (alpha + sigma)`."""
+        """Return `(x_t - sigma * output) / (alpha + sigma)`."""
         return (x_t - sigma * output) / (alpha + sigma)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`c_out = sigma / (alpha + sigma)`."""
+        """Return `c_out = sigma / (alpha + sigma)`."""
         return sigma / (alpha + sigma)
 
 
@@ -177,21 +177,21 @@ class EDMPreconditioning:
             raise ValueError(f"0 < sigma_data < inf must hold, got {self.sigma_data}.")
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`x_t / sqrt(V)`."""
+        """Return `x_t / sqrt(V)`."""
         return x_t / self._variance(alpha, sigma).sqrt()
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`(sigma / sigma_data * x0 - alpha * sigma_data * noise) / sqrt(V)`."""
+        """Return `(sigma / sigma_data * x0 - alpha * sigma_data * noise) / sqrt(V)`."""
         std = self._variance(alpha, sigma).sqrt()
         return (sigma / self.sigma_data * x0 - alpha * self.sigma_data * noise) / std
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`c_skip * x_t + c_out * output`."""
+        """Return `c_skip * x_t + c_out * output`."""
         c_skip = alpha * self.sigma_data**2 / self._variance(alpha, sigma)
         return c_skip * x_t + self.output_scale(alpha, sigma) * output
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """c_out."""
+        """Return c_out."""
         return sigma * self.sigma_data / self._variance(alpha, sigma).sqrt()
 
     def _variance(self, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -241,19 +241,19 @@ class FDM:
             raise ValueError(f"0 <= sigma_min < sigma_max, multiplier > 0 must hold, got {self}.")
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """`s * x_t / alpha`."""
+        """Return `s * x_t / alpha`."""
         u = (sigma / alpha - self.sigma_min) / (self.sigma_max - self.sigma_min)
         damping = self.multiplier * (0.1 * u + 9.95 * u**2)
         return (-damping).exp() * (1 + damping) * x_t / alpha
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The target of the base."""
+        """Return the target of the base."""
         return self.base.target(x0, noise, alpha, sigma)
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The estimate of the base."""
+        """Return the estimate of the base."""
         return self.base.to_x0(output, x_t, alpha, sigma)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """c_out of the base."""
+        """Return c_out of the base."""
         return self.base.output_scale(alpha, sigma)

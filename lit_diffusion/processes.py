@@ -236,7 +236,7 @@ class DiscreteVP:
         return self._table.shape[1] - 1
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """`sqrt(alpha_bar)` and `sqrt(1 - alpha_bar)`, float64, for t in [-1, T - 1]."""
+        """Return `sqrt(alpha_bar)` and `sqrt(1 - alpha_bar)`, float64, for t in [-1, T - 1]."""
         position = t.double() + 1
         column = position.long().clamp(0, self.num_steps)
         columns = self._table_on(t.device)[:, column]
@@ -248,7 +248,7 @@ class DiscreteVP:
         return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The noise label: t, or `t * 1000 / T` with `rescale_labels`."""
+        """Return the noise label: t, or `t * 1000 / T` with `rescale_labels`."""
         return t * (1000 / self.num_steps) if self.rescale_labels else t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
@@ -270,7 +270,7 @@ class DiscreteVP:
         return torch.where(log_snr > log_snrs[0], near_clean, t)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """The standard normal noise, unchanged."""
+        """Return the standard normal noise, unchanged."""
         return noise
 
     def _table_on(self, device: torch.device) -> Tensor:
@@ -324,27 +324,27 @@ class ContinuousVP:
             raise ValueError(f"0 < beta_min, beta_d < inf and 0 < t_min < 1 must hold, got {self}.")
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """`exp(-B / 2)` and `sqrt(1 - exp(-B))`, float64."""
+        """Return `exp(-B / 2)` and `sqrt(1 - exp(-B))`, float64."""
         t = t.double()
         b = self.beta_min * t + self.beta_d * t**2 / 2
         return (-b / 2).exp(), (-torch.expm1(-b)).sqrt()
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The noise label `999 * t`."""
+        """Return the noise label `999 * t`."""
         return 999 * t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """Linear from t_min to 1."""
+        """Map u linearly to the range from t_min to 1."""
         return self.t_min + (1 - self.t_min) * u.double()
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """The t for which `B(t) = log(1 + 1 / SNR)`."""
+        """Return the t for which `B(t) = log(1 + 1 / SNR)`."""
         log_snr = log_snr.double()
         b = torch.logaddexp(torch.zeros_like(log_snr), -log_snr)
         return 2 * b / (self.beta_min + (self.beta_min**2 + 2 * self.beta_d * b).sqrt())
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """The standard normal noise, unchanged."""
+        """Return the standard normal noise, unchanged."""
         return noise
 
 
@@ -384,23 +384,23 @@ class LinearFlow:
             raise ValueError(f"0 < t_min < 1 must hold, got {self.t_min}.")
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """`1 - t` and `t`, float64."""
+        """Return `1 - t` and `t`, float64."""
         return 1 - t.double(), t.double()
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The noise label `1000 * t`."""
+        """Return the noise label `1000 * t`."""
         return 1000 * t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """Linear from t_min to 1."""
+        """Map u linearly to the range from t_min to 1."""
         return self.t_min + (1 - self.t_min) * u.double()
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """The time `1 / (1 + SNR**(1/2))`."""
+        """Return the time `1 / (1 + SNR**(1/2))`."""
         return torch.sigmoid(-log_snr.double() / 2)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """Noise with standard deviation t."""
+        """Return noise with standard deviation t."""
         return noise * expand_as(t, noise)
 
 
@@ -447,24 +447,24 @@ class EDMProcess:
         return self.sigma_max
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Scales `1` and `t`, float64."""
+        """Return the scales `1` and `t`, float64."""
         t = t.double()
         return torch.ones_like(t), t
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The noise label `ln(sigma) / 4`."""
+        """Return the noise label `ln(sigma) / 4`."""
         return t.log() / 4
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """The noise level `sigma_min**(1 - u) * sigma_max**u`."""
+        """Return the noise level `sigma_min**(1 - u) * sigma_max**u`."""
         return self.sigma_min * (self.sigma_max / self.sigma_min) ** u.double()
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """The noise level `SNR**(-1/2)`."""
+        """Return the noise level `SNR**(-1/2)`."""
         return (-log_snr.double() / 2).exp()
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """Noise with standard deviation sigma."""
+        """Return noise with standard deviation sigma."""
         return noise * expand_as(t, noise)
 
 
@@ -492,5 +492,5 @@ class VE(EDMProcess):
     sigma_max: float = 100.0
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The noise label `ln(sigma / 2)`."""
+        """Return the noise label `ln(sigma / 2)`."""
         return (t / 2).log()

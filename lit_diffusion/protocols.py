@@ -182,10 +182,10 @@ class Process(Protocol):
         """Number of discrete steps; None for continuous time."""
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Return the signal scale alpha and the noise scale sigma, float64, in the shape of t."""
+        """Return the signal scale alpha and the noise scale sigma, float64, with the shape of t."""
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """Return the network's input that encodes the noise level, in the shape of t."""
+        """Return the network's input that encodes the noise level, with the shape of t."""
 
     def from_unit(self, u: Tensor, /) -> Tensor:
         """Map u in [0, 1] to a time float64, which is noisier for larger u."""
