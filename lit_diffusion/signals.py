@@ -22,8 +22,8 @@ EXIT_SAVED = 75
 The value is EX_TEMPFAIL of sysexits.h."""
 
 ECHO_SECONDS = 0.3
-"""Time in seconds. After a Ctrl-C, a rank gets SIGINT from the terminal and again from torchrun,
-which forwards it. Therefore, a second SIGINT within this time is part of the same Ctrl-C."""
+"""Time in seconds within which a second SIGINT counts as the same Ctrl-C. A rank may get SIGINT
+twice, from the terminal and from torchrun, which forwards it."""
 
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 """Signals that a terminal sends on Ctrl-C and when it closes. A process that ends because of signal
