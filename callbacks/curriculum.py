@@ -6,7 +6,7 @@ probability of bin i is computed at the right edge of the bin, `u = (i + 1) / nu
 num_bins = T, this edge is the paper's `t / T` for t = 1, ..., T.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 4.2. The
-controls `CurriculumWeight` and `ImportanceWeightedCurriculum` are not in the paper.
+control callbacks `CurriculumWeight` and `ImportanceWeightedCurriculum` are not in the paper.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ def clts_density(
     normalize: Normalize = "truncate",
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return the density of the curriculum, which changes from uniform to Gaussian with `step`.
+    """Return the density of the curriculum. It changes from uniform to Gaussian as `step` grows.
 
     The density is the mixture `p = (1 - gamma) * uniform + gamma * N(mean, std**2)` with
     `gamma = clts_gamma(step, num_steps)`. It is uniform at step 0. From step `num_steps` on, it is
@@ -91,10 +91,10 @@ def clts_density(
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the result is the paper's
             density over the times t = 1, ..., T.
         normalize: how to mix the two densities. "truncate" first normalizes the Gaussian over the
-            bins, so that a fraction gamma of the samples comes from the Gaussian. "mix" adds the
-            Gaussian of Eq. 7 and normalizes the sum. With "mix", the fraction is smaller, because a
-            part of this Gaussian is outside [0, 1]. With the default mean and std, only 38% of the
-            Gaussian is inside.
+            bins, so that the fraction of samples from the Gaussian is `clts_gamma(step,
+            num_steps)`. "mix" adds the Gaussian of Eq. 7 without this normalization, and then
+            normalizes the sum. With "mix", the fraction is smaller, because a part of the Gaussian
+            is outside [0, 1]. With the default mean and std, only 38% of it is inside.
         device: device of the result.
 
     Returns:
@@ -136,11 +136,7 @@ class _Curriculum(TimestepWriter):
         )
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """Return the metrics `clts/gamma` and `clts/tv`.
-
-        They are the progress of the curriculum, and the total variation between its density and the
-        uniform density.
-        """
+        """Return the progress `clts/gamma`, and the total variation from uniform, `clts/tv`."""
         return {
             "clts/gamma": clts_gamma(step, self.num_steps),
             "clts/tv": total_variation(self.density_at(step, device)),
@@ -194,7 +190,7 @@ class TimestepCurriculum(_Curriculum):
 
 
 class CurriculumWeight(_Curriculum):
-    """Control for `TimestepCurriculum`: uses the same density as a loss weight, not for sampling.
+    """Control for `TimestepCurriculum`: uses the density of the curriculum only as a loss weight.
 
     The loss at a noise level in bin i is multiplied by `num_bins * p[i]`, where p is the
     `clts_density` of the step. The module samples noise levels as it does without this callback. If
@@ -217,7 +213,7 @@ class CurriculumWeight(_Curriculum):
 
 
 class ImportanceWeightedCurriculum(_Curriculum):
-    """Control for `TimestepCurriculum`: uses the same density, but keeps the uniform objective.
+    """Control for `TimestepCurriculum`: samples like the curriculum, with importance weights.
 
     The module samples noise levels from p, the `clts_density` of the step. The loss at a noise
     level in bin i is divided by `num_bins * p[i]`. The expected gradients are therefore the same as

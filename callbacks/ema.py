@@ -90,9 +90,10 @@ def ema_update_(
     """Update averages in place: `shadow = decay * shadow + (1 - decay) * params`.
 
     The update is computed with `torch.lerp`, because lerp leaves an average that equals the weights
-    exactly unchanged. The formula with two products would change such an average by rounding
-    errors. Weights are first copied to the device and cast to the dtype of their averages. If a
-    tensor is split over ranks (a DTensor), each rank updates the part that it stores.
+    exactly unchanged. The formula `decay * shadow + (1 - decay) * params` would change such an
+    average by rounding errors. Weights are first copied to the device and cast to the dtype of
+    their averages. If a tensor is split over ranks (a DTensor), each rank updates the part that it
+    stores.
 
     Args:
         shadow: the averages.
@@ -181,7 +182,7 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
     """Raise ValueError if `state` does not have the format of EMA's state.
 
-    The message is a part of a sentence, which callers insert into their own error message.
+    The error message is a part of a sentence. Callers insert it into their own error message.
 
     Example:
         >>> check_averages({"decays": [0.9], "steps": {"w": 1}, "shadows": [{"w": torch.ones(2)}]})
@@ -243,7 +244,7 @@ class _Group:
     strides: list[tuple[int, ...]] | None = None  # of the weights; None if no fused kernel fits
 
     def has_changed(self, params: list[Tensor]) -> bool:
-        """Whether the optimizer's parameters differ from `self.params`, or one was unfrozen."""
+        """Whether `params` differ from `self.params`, or a frozen parameter was unfrozen."""
         is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
         return not is_same or any(param.requires_grad for param in self.frozen)
 
@@ -351,7 +352,7 @@ class EMA(pl.Callback):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps since averaging started; the largest number if there are several."""
+        """Optimizer steps since averaging started. With several optimizers, the largest count."""
         return max([*self._idle_steps.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:
@@ -364,7 +365,7 @@ class EMA(pl.Callback):
     # Weights by name
 
     def names(self) -> list[str]:
-        """Names of the weights: "raw", "ema" (the first decay), "ema_<decay>" for each decay."""
+        """Names that `weights` accepts: "raw", "ema" (first decay), "ema_<decay>" (each decay)."""
         return list(self._names)
 
     @contextmanager
@@ -701,7 +702,7 @@ class EMA(pl.Callback):
 
         If weights are split over ranks, all ranks must call this method together. It returns the
         whole averages on rank 0 and {} on the other ranks. If the strategy saves split tensors part
-        by part, the method returns the rank's own parts on each rank instead.
+        by part, the method instead returns, on each rank, the parts that this rank stores.
         """
         state = self._averages_state()
         return state if saves_split_tensors(self._module) else gather_state(state)
@@ -808,7 +809,11 @@ class EMA(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Swap back the raw weights, remove the hooks, and subtract skipped steps from counts."""
+        """Swap back the raw weights, and remove the hooks.
+
+        If the run stops because an update was not finite, the steps that the device has skipped are
+        subtracted from the step counts.
+        """
         self._activate(RAW)
         self._remove_hooks()
         if isinstance(exception, FloatingPointError):

@@ -72,8 +72,8 @@ class PeriodicEvaluation(Callback, ABC):
     """Base class of callbacks that log metrics after each validation or every n optimizer steps.
 
     A subclass defines `measure` and `metric_names`. A resumed run measures at the same steps as an
-    uninterrupted run. In `measure`, all ranks must call the network the same number of times. The
-    reason is that weights may be split over ranks. Then each call gathers them from all ranks.
+    uninterrupted run. In `measure`, all ranks must call the network the same number of times,
+    because each call may have to gather split weights from all ranks.
 
     Args:
         every_n_steps: optimizer steps between measurements, >= 1; None measures after every
@@ -110,7 +110,7 @@ class PeriodicEvaluation(Callback, ABC):
         """Names of the metrics that a fit logs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set the folder. Raise ValueError if Lightning's callback WeightAveraging is in use.
+        """Set `folder`. Raise ValueError if Lightning's callback WeightAveraging is in use.
 
         This callback cannot detect when WeightAveraging swaps the weights.
         """
@@ -126,8 +126,8 @@ class PeriodicEvaluation(Callback, ABC):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise ValueError if this callback would never run, or too rarely for a monitor.
 
-        With `every_n_steps=None`, the fit must have a validation. Otherwise, no other callback may
-        monitor the metrics of this callback at each validation.
+        With `every_n_steps=None`, the fit must have a validation. With a number, no other callback
+        may monitor a metric of this callback, because monitors need the metric at each validation.
         """
         name = type(self).__name__
         if self.every_n_steps is None and not trainer.enable_validation:

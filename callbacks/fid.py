@@ -58,10 +58,10 @@ class FIDEvaluation(PeriodicEvaluation):
       precision, and with the weights that `weights` names. The extractor computes in float32. The
       evaluation does not change the training.
     - Metrics: the callback logs the FID as `val/fid_<num_samples>` and its floor as
-      `val/fid_<num_samples>_floor`. The floor is the FID of real images in place of the samples, in
-      the same number and with the same labels. If the data have a test split, `trainer.test` logs
-      `test/fid_<num_samples>`. If `weights` is not "ema", the metric names contain the name of the
-      weights.
+      `val/fid_<num_samples>_floor`. The floor is the FID of real images that take the place of the
+      samples. Their number and their labels are the same. If the data have a test split,
+      `trainer.test` logs `test/fid_<num_samples>`. If `weights` is not "ema", the metric names
+      contain the name of the weights.
     - Files: each evaluation appends one line to `evaluations.jsonl` in the run folder. The line has
       the FID and all settings under which it was computed. The checkpoint with the best FID is
       `checkpoints/best-fid.ckpt` in the same folder.
@@ -69,7 +69,8 @@ class FIDEvaluation(PeriodicEvaluation):
       logger's version directory, or `default_root_dir` if there is no logger. A new run raises an
       error if `evaluations.jsonl` in this folder has evaluations of another run.
     - With `every_n_steps`, the FID goes to the loggers only. `ModelCheckpoint(monitor=...)` cannot
-      use this FID, because it would rank the current weights by an FID from an earlier step.
+      use this FID, because ModelCheckpoint would rank the weights at a validation by an FID from an
+      earlier step.
     - If samples are not finite, the FID is NaN, a warning lists the seeds of these samples, and
       training continues.
     - `fast_dev_run` generates one sample and computes no FID.
@@ -99,16 +100,18 @@ class FIDEvaluation(PeriodicEvaluation):
             or the one image tensor of a dictionary. Floats must have 256 levels over [0, 1] or
             [-1, 1]. If the data module implements `metrics.images.HasSplits`, `images` is not used.
         auxiliary_metrics: whether to compute other metrics of the same samples. They are written to
-            `evaluations.jsonl` under the key `second_look`. They include Frechet distances between
-            pixels and between the features of an untrained network. If `reference` is "train", they
-            also include the FID to held-out images. Each of these distances has a floor. Precision
-            and recall are computed in the extractor's features and in pixels. The metric
-            `memorized` is the fraction of samples that are nearer to a training image than the
-            median held-out image is. This fraction is about 0.5 for new images and 1 for copies.
+            `evaluations.jsonl` under the key `second_look`. They include the Frechet distances
+            between samples and real images in pixels and in the features of an untrained network.
+            If `reference` is "train", they also include the FID to held-out images. Each of these
+            distances has a floor. Precision and recall are computed in the extractor's features and
+            in pixels. The metric `memorized` is the fraction of samples that are nearer to a
+            training image than the median held-out image is. This fraction is about 0.5 for new
+            images and 1 for copies.
 
     Raises:
-        ValueError: if an argument is invalid, or, at the start of a run, if weights or data are
-            missing.
+        ValueError: if an argument is invalid, or, at the start of a run, if no callback provides
+            the named weights, if there are no real images, if another run has written to the
+            folder, or if two of these callbacks conflict.
         FileNotFoundError: at the start of a run, if the extractor's weight file is missing.
 
     Source: Eq. 6 of Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule" (arXiv
@@ -173,7 +176,10 @@ class FIDEvaluation(PeriodicEvaluation):
     # Checks before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise an error if the module, the weights, the extractor or the callbacks do not fit."""
+        """Raise an error for an unsuitable module, weights or extractor, or for a conflict.
+
+        Two of these callbacks conflict if they would log the same metric or write the same file.
+        """
         super().setup(trainer, pl_module, stage)
         self._real.clear()  # the data may have changed since the last run
         self._evaluated_step, self._best_is_unsaved = None, False
@@ -201,7 +207,7 @@ class FIDEvaluation(PeriodicEvaluation):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute statistics of the real images.
 
-        If the checkpoint has a best FID that was measured with other settings, it is dropped.
+        If the checkpoint's best FID was measured with other settings, this best FID is dropped.
         """
         super().on_train_start(trainer, pl_module)
         self.image_count = start_image_count(trainer, self.image_count)
@@ -248,7 +254,7 @@ class FIDEvaluation(PeriodicEvaluation):
             pl_module.log_dict(self.measure(trainer, pl_module), sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the checkpoint if its FID is the best so far. Its metrics are logged by now."""
+        """Save a checkpoint if the FID is the best so far. Metrics have been logged before."""
         self._save_best(trainer)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -258,7 +264,7 @@ class FIDEvaluation(PeriodicEvaluation):
         pl_module.log_dict(self.measure(trainer, pl_module, stage), sync_dist=True)
 
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate, log, and save the checkpoint if its FID is the best so far."""
+        """Evaluate, log, and save a checkpoint if the FID is the best so far."""
         super().measure_after_step(trainer, pl_module)
         self._save_best(trainer)
 

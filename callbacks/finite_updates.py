@@ -54,9 +54,9 @@ class _MicroBatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)  # tensors returned by training_step
 
     def flags(self) -> Tensor:
-        """Return two flags on the device, float (2,): non-finite loss, and non-finite gradient.
+        """Return flags (2,) on the device: whether the loss and whether a gradient is non-finite.
 
-        A flag is 1 if the loss, or any gradient, is not finite; else 0.
+        A flag is the float 1 or 0.
         """
         bad_gradient = None if self.gradients is None else self.gradients[0].any()
         flags = [
@@ -107,7 +107,7 @@ class FiniteUpdates(pl.Callback):
       training_step must return a dictionary with the tensors `u` (B,) in [0, 1], `t` (B,) and
       `per_sample_loss` (B,) besides the loss. If batches are tuples (images, labels, index), the
       message includes the data index of each of these samples. If the loss is finite but gradients
-      are not, the message names the parameters with such gradients.
+      are not, the message names the parameters with non-finite gradients.
     - The batch is saved to the file non-finite-rank<r>.ckpt in the first logger's version
       directory, or in `default_root_dir` if there is no logger. If an earlier fit has left such a
       file, the name ends in -v1, -v2, and so on. Read the file with
@@ -121,7 +121,7 @@ class FiniteUpdates(pl.Callback):
     - At each skipped update, `train/nonfinite_steps` logs the number of skipped updates so far.
       When the callback stops a run, it logs NaN as the last train/loss.
     - If a module steps an optimizer without Lightning (`self.optimizers(use_pl_optimizer=False)`),
-      its updates are not checked.
+      the updates of this optimizer are not checked.
     - List this callback after callbacks that seed or consume random numbers, such as StepSeed.
       Otherwise, the saved states of the generators differ from those that training_step starts
       with.
@@ -129,14 +129,14 @@ class FiniteUpdates(pl.Callback):
     Cost: each update copies the module's buffers. Usually, each update also waits for the GPU once.
     There is no wait on CUDA if all of the following hold: max_nonfinite_steps is 0, optimization is
     automatic, no weights are split over ranks, and each optimizer is torch's Adam, AdamW, SGD or
-    Adagrad with `fused=True`. In this case without a wait:
+    Adagrad with `fused=True`. Without the wait, the behavior differs in these points:
 
     - The GPU skips the bad update and all later updates. The host notices this at most 4 updates
       later and then stops the run. It notices earlier if a logging step, a validation, the save of
       a full checkpoint, or a call of `trainer_state.confirm_updates(trainer)` comes before.
     - The batches of the last 4 updates stay in GPU memory.
-    - Until the host notices, other callbacks continue to run. In `on_train_batch_end`, they see a
-      step number after the bad update, but the weights from before it. Files of
+    - Until the host notices, other callbacks continue to run. In `on_train_batch_end`, they see the
+      weights from before the bad update, but the step number of a later update. Files of
       `ModelCheckpoint(save_weights_only=True)` have the same mismatch.
     - `global_step`, lr schedules and the densities of loss_resampler.py also count the updates that
       were skipped after the bad one.
@@ -179,7 +179,7 @@ class FiniteUpdates(pl.Callback):
         self._found_inf: Tensor | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise an error for an unsupported strategy. Lightning loads checkpoints after this."""
+        """Raise an error for an unsupported strategy, before Lightning loads a checkpoint."""
         if stage == "fit":
             self.skipped_updates = 0
             self._reset()
@@ -428,7 +428,10 @@ class FiniteUpdates(pl.Callback):
         )
 
     def confirm_updates(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the run if an update was skipped. Call this before reading weights after a batch."""
+        """Stop the run if an update was skipped.
+
+        Callbacks that read weights in `on_train_batch_end` should call this method first.
+        """
         self._read_flags(trainer, pl_module)
 
     def on_save_checkpoint(

@@ -86,8 +86,8 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
         uniform_prob: weight of the uniform density in the mixture, in [0, 1].
 
     Returns:
-        (num_bins,) float64 probabilities if every bin has a full history. Otherwise ones, which
-        stand for the uniform density.
+        (num_bins,) float64 probabilities if every bin has a full history. Otherwise, all entries
+        are 1, which means the uniform density.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
 
@@ -106,8 +106,8 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
 class LossBasedDensity(TimestepWriter):
     """Base class of callbacks that compute the density of noise levels from recent losses.
 
-    Such a callback sets the module's attribute `timestep_density`, and the module samples its noise
-    levels from this density. Some callbacks also set `timestep_weight`, by which the module
+    A subclass sets the module's attribute `timestep_density`, and the module samples its noise
+    levels from this density. A subclass may also set `timestep_weight`, by which the module
     multiplies its losses.
 
     The module's training_step must return a dictionary with "loss", "u" and "per_sample_loss". The
@@ -130,7 +130,7 @@ class LossBasedDensity(TimestepWriter):
         ValueError: if an argument is invalid; at fit start, if the module lacks an attribute that
             the callback sets, or if the checkpoint has a different num_bins or history; at a
             batch, if other code has set one of these attributes, or if training_step does not
-            return the outputs above.
+            return "u" and "per_sample_loss".
 
     Example:
         >>> class LastLoss(LossBasedDensity):
@@ -201,7 +201,7 @@ class LossBasedDensity(TimestepWriter):
         self._state, self._is_loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Note that no checkpoint is loaded yet. Lightning loads checkpoints after this hook."""
+        """Reset the flag of a loaded checkpoint. Lightning loads checkpoints after this hook."""
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -49,7 +49,7 @@ def momentum_decay(
 ) -> DecayedMomentum:
     """Compute the decayed beta1 of an update, and the lr factor that compensates for the decay.
 
-    Let `tau = min(step / total_steps, 1)` be the completed fraction of the run. The results are
+    Let `tau = min(step / total_steps, 1)` be the completed fraction of the run. The results are:
 
         beta1     = max(beta0 * (1 - tau) / (1 - beta0 * tau), min_beta1)
         lr_factor = (1 - beta0) / (1 - beta1)
@@ -115,8 +115,8 @@ class MomentumDecay(pl.Callback):
             uses the length of the fit.
         min_beta1: lower bound of beta1, in [0, beta0].
         compensate_lr: whether to multiply the lr by lr_factor. With False, the method is Demon.
-            SGD, RMSprop and Muon raise an error unless it is False. The updates of SGD and RMSprop
-            shrink with the momentum anyway, because these optimizers do not multiply gradients by
+            With True, SGD, RMSprop and Muon raise an error. The updates of SGD and RMSprop shrink
+            with the momentum anyway, because these optimizers do not multiply gradients by
             `1 - momentum`. The updates of Muon are normalized.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 

@@ -1,4 +1,4 @@
-"""Power-function averages of weights (EDM2), and snapshots to compute other widths later."""
+"""Power-function averages of weights (EDM2), with snapshots to compute averages of other widths."""
 
 import shutil
 from math import prod
@@ -33,9 +33,9 @@ class PowerEMA(EMA):
     If a run averages with two widths and saves snapshots, averages with other widths can be
     reconstructed from a checkpoint and the snapshots before it. To do so, call
     `load(run, weights="power_0.07")` or run `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For
-    widths from 0.02 to 0.25, 30 snapshots suffice. A reconstruction fits the share that each step
-    has in the requested average (its profile) by a combination of the snapshots' profiles. If the
-    relative error of this fit exceeds 0.1, the reconstruction raises an error.
+    widths from 0.02 to 0.25, 30 snapshots suffice. A reconstruction is a linear combination of
+    snapshots. It has a profile, which is the share of each training step in the average. If the
+    relative error of this profile exceeds 0.1, the reconstruction raises an error.
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
     use the first average, while `state_dict()` and checkpoints have the raw weights. A resumed run
@@ -59,9 +59,9 @@ class PowerEMA(EMA):
 
     Raises:
         ValueError: if a width is out of range, if two `PowerEMA` callbacks write snapshots, or if
-            the checkpoint has no average with one of the widths. As in `EMA`, also if no parameter
-            is under the prefix, if the prefixes of two callbacks overlap, or if the strategy is not
-            supported.
+            the checkpoint has no average with one of the widths. As in `EMA`, the error is also
+            raised if no parameter is under the prefix, if the prefixes of two callbacks overlap, or
+            if the strategy is not supported.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 3.
 

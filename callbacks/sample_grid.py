@@ -64,9 +64,9 @@ class SampleGrid(PeriodicEvaluation):
 
     Args:
         num: number of samples, 1 to 10,000.
-        labels: labels of the samples. If there are more samples than labels, the labels are used
-            in turn. None uses `seed % num_classes` if the data module has `class_names`; otherwise,
-            it passes no labels to `generate`.
+        labels: labels of the samples. If there are more samples than labels, the labels repeat.
+            None uses `seed % num_classes` if the data module has `class_names`; otherwise, it
+            passes no labels to `generate`.
         every_n_steps: optimizer steps between grids; None writes after every validation of a fit.
         batch_size: number of samples per call of `generate`.
         images: how to find the images in a training batch: an index, a key, or a function of the
@@ -246,7 +246,7 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
     Args:
         images: (N, C, H, W) uint8, C = 1, ..., 4.
         captions: one text for each image, which is written below the image.
-        width: approximate width of the grid in pixels, from which the factor is computed.
+        width: approximate width of the grid in pixels. It determines the factor of enlargement.
 
     Returns:
         (C, height, width) uint8. If the images are gray (C = 1), the grid has 3 channels.
@@ -271,9 +271,9 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
 
 
 def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:
-    """List the class names of `num` images. The images have the labels `labels` in turn.
+    """List the class names of `num` images. If `num` is above the number of labels, labels repeat.
 
-    Other labels, such as -1 for no class, get the name "".
+    A label that is no class, such as -1, has the name "".
 
     Example:
         >>> class_captions([1, 0, -1], ["cat", "dog"], 4)

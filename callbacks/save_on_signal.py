@@ -121,8 +121,8 @@ class SaveOnSignal(AccumulationTracker, Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """End the process if a checkpoint was saved after the last batch.
 
-        The process does not end in the hook that saves. By now, the hooks and logs of the saved
-        step are complete.
+        The process ends here and not in the hook that saves, so that the hooks and logs of the
+        saved step are complete.
         """
         if self._exit is not None:
             raise self._exit
@@ -160,7 +160,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
     ) -> None:
         """Restore the signal handlers, unless the process ends because a checkpoint was saved.
 
-        In this case, further signals remain ignored, because they could change the exit code.
+        After a save, further signals remain ignored, because they could change the exit code.
         """
         if not isinstance(exception, SavedOnSignal):
             self.teardown(trainer, pl_module, "fit")
@@ -194,7 +194,7 @@ class _MaxReducer:
             self._group = dist.new_group(backend="gloo")
 
     def reduce_async(self, number: int) -> int:
-        """Start to compute the maximum of `number`, and return the maximum of the previous call.
+        """Start to compute the maximum of `number` over ranks. Return the previous call's maximum.
 
         The next call returns the maximum of this call, so the ranks can train in the meantime. If
         there is only one rank, return `number`.

@@ -1,4 +1,4 @@
-"""Functions for callbacks that need more of a running fit than Lightning's public API offers.
+"""Functions that tell callbacks more about a running fit than Lightning's public API does.
 
 The functions read the progress of a fit, check strategies and optimizers, and handle tensors that
 are split over ranks or not finite. There is also a base class for callbacks that set the noise
@@ -76,7 +76,7 @@ class AccumulationTracker:
 
     Checkpoints do not contain gradients, so callbacks should not save while gradients are being
     accumulated. Under manual optimization, the Trainer does not know whether the module accumulates
-    gradients. In this case, the mixin assumes it after each batch without an optimizer step.
+    gradients. The mixin then assumes that each batch without an optimizer step accumulates.
     """
 
     _step_before: int | None = None
@@ -125,7 +125,8 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
 def is_batch_ending(trainer: pl.Trainer) -> bool:
     """Whether the Trainer is running the hooks `on_train_batch_end`.
 
-    If a checkpoint is saved in such a hook, this is True in the hooks of the save, too.
+    If one of these hooks saves a checkpoint, the function also returns True in the hooks of the
+    save.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.completed < batches.processed)
@@ -249,8 +250,8 @@ def stepped_batches(trainer: pl.Trainer) -> int:
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
     """Return the factor by which gradients are still scaled when an optimizer steps.
 
-    The factor is 1, unless a fused optimizer is used with a GradScaler. In this case, the gradients
-    are unscaled only inside the optimizer's step.
+    A fused optimizer that is used with a GradScaler unscales the gradients inside its step. For
+    such an optimizer, the factor is the scale of the GradScaler. Otherwise, the factor is 1.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -263,7 +264,7 @@ def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def limited_batches(trainer: pl.Trainer, length: int) -> int:
-    """Return the batches per epoch when `trainer.limit_train_batches` is applied to `length`.
+    """Return the number of batches per epoch that `trainer.limit_train_batches` leaves of `length`.
 
     Example:
         >>> limited_batches(pl.Trainer(limit_train_batches=0.5, logger=False), length=100)
@@ -302,14 +303,14 @@ def undivided_sampler(loader: Any) -> Any:
 def is_built_from_config() -> bool:
     """Whether LightningCLI is constructing a module now.
 
-    If so, the module's arguments come from a config, so they can be stored as plain builtins.
+    The arguments of such a module come from a config, so they can be stored as plain builtins.
     """
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in eval mode. At its end, each submodule has its mode again.
+    """Context in which a module is in eval mode. It restores the mode of each submodule at its end.
 
     Example:
         >>> module = nn.Dropout()
@@ -665,10 +666,10 @@ def total_variation(density: Tensor) -> Tensor:
 class TimestepWriter(pl.Callback, ABC):
     """Base class of callbacks that set the density of noise levels or the loss weights of a module.
 
-    The module has the attributes `timestep_density` or `timestep_weight`, which are described in
-    `Timesteps`, and uses them in its training_step. The class attribute `writes` of a subclass
-    lists which of them it sets. Its method `timesteps_at` returns their values. Between batches,
-    the module's attributes are None.
+    The module must have the attributes that the callback sets, and use them in its training_step.
+    `Timesteps` describes these attributes. The tuple `writes` of a subclass lists the attributes
+    that the subclass sets, and its method `timesteps_at` returns their values. Between batches, the
+    module's attributes are None.
 
     Two callbacks cannot set the same attribute. However, one callback may set the density while
     another callback sets the weight.
