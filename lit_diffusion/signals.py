@@ -115,7 +115,8 @@ class SignalRecorder:
         if number == signal.SIGINT and self._ctrl_c_time > now:
             self._ctrl_c_time = now
             with suppress(OSError):
-                os.write(2, self.ctrl_c_message.encode())  # not print, which may be interrupted
+                # Not print, because the signal may have interrupted a call of print.
+                os.write(2, self.ctrl_c_message.encode())
         if self.received is None:
             self.received = signal.Signals(number)
 
