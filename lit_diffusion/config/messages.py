@@ -22,7 +22,7 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
         error: exception that a parser has raised.
         options: names of the options of the parser, from which the message suggests the closest.
     """
-    chain: list[BaseException] = []  # the error and its causes, outermost first
+    chain: list[BaseException] = []  # the error and its causes, the outermost first
     cause: BaseException | None = error
     while cause is not None:
         chain.append(cause)
@@ -62,10 +62,11 @@ def _translate(outermost: str, innermost: str, class_path: str, options: list[st
 
         root = m[1].split(".")[0]
         if parts := [package for package in TRUSTED if is_within(package, [root])]:
-            return f"{m[1]} is not imported: of {root}, only classes in {', '.join(parts)} are."
+            allowed = ", ".join(parts)
+            return f"{m[1]} is not imported: class paths in {root} must be classes of {allowed}."
         return (
-            f"{m[1]} is not imported: class paths may name parts of lit_diffusion, torch, "
-            f"torchvision and lightning. If you trust it, add --trust {root}."
+            f"{m[1]} is not imported: class paths may name classes of lit_diffusion, torch, "
+            f"torchvision and lightning. If you trust {root}, add --trust {root}."
         )
     return _expected_type(outermost, innermost)
 

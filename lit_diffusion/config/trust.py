@@ -44,7 +44,7 @@ TRUSTED = (
 )
 """Packages whose classes any config or checkpoint may name."""
 
-_WITH_PUBLIC_NAMES = ("callbacks", "solvers")  # their class paths contain no module name
+_WITH_PUBLIC_NAMES = ("callbacks", "solvers")  # class paths in these contain no module name
 _PACKAGES = ("networks", "modules", "data", "lab.gan")
 
 
@@ -97,11 +97,12 @@ def allow_class_paths(
             import_path_allowlist=[*TRUSTED, *packages],
             instantiate_subclass_spec_in_any=False,
         )
-        # jsonargparse has no public way to allow only classes. It calls `canonical_import_paths`
-        # for each object that a value names, and `resolve_class_path_by_name` for each name without
-        # dots, which it resolves among subclasses of the setting's type only. All merges of configs
-        # and options call `discard_init_args_on_class_path_change`. setup.cfg caps its version,
-        # and tests check that all three are called.
+        # jsonargparse has no public way to allow only classes, so three of its functions are
+        # replaced. It calls `canonical_import_paths` for each object that a value names. It calls
+        # `resolve_class_path_by_name` for each name without dots, to find a subclass of the
+        # setting's type. All merges of configs and options call
+        # `discard_init_args_on_class_path_change`. setup.cfg caps the version of jsonargparse, and
+        # tests check that it calls all three functions.
         _util.canonical_import_paths = find_allowed_paths
         _typehints.resolve_class_path_by_name = resolve_short_name
         _typehints.discard_init_args_on_class_path_change = discard_on_class_change

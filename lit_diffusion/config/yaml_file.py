@@ -29,7 +29,7 @@ def read_yaml(path: str | Path) -> Any:
             deeply, or has too many aliases.
     """
     if check_regular(path).stat().st_size > MAX_BYTES:
-        raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes: that is no config.")
+        raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes; a config must be smaller.")
     try:
         with checked_read(path, "YAML") as file:
             text = file.read_text()
@@ -72,7 +72,6 @@ def refuse_files(value: Any, source: Path) -> None:
             is_read = part.endswith((".yaml", ".yml", ".json")) or not os.path.isfile(file)
             if is_read and os.path.exists(file) and not file.is_dir():
                 raise ValueError(
-                    f"{source} names the file {file}, and configs are not read from within "
-                    "configs or checkpoints: write its settings there, or give it as another "
-                    "--config."
+                    f"{source} names the file {file}, but a config or checkpoint cannot include "
+                    "another config: copy the settings, or pass the file with another --config."
                 )

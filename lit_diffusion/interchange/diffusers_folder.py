@@ -78,7 +78,7 @@ def write_diffusers(
     schedule = {"_class_name": scheduler, **scheduler_config(module)}
 
     out = create_folder(folder)
-    for file in vae_files:  # first: the VAE's folder may be one that is written below
+    for file in vae_files:  # copied first, because what follows may write to the VAE's folder
         target = out / "vae" / file.name
         target.parent.mkdir(exist_ok=True)
         with check_regular(file).open("rb") as original, atomic_write(target) as copy:
@@ -165,7 +165,7 @@ def scheduler_config(module: Any) -> Json:
     """
     process, prediction = module.process, _PREDICTIONS.get(type(module.parameterization))
     if not isinstance(process, DiscreteVP):
-        raise ValueError(f"diffusers' DDPMScheduler has betas, and {process} has none.")
+        raise ValueError(f"diffusers' DDPMScheduler needs betas, but {process} has none.")
     if process.rescale_labels and process.num_steps != 1000:
         raise ValueError(
             f"rescale_labels=True with {process.num_steps} steps: diffusers passes integer steps "
@@ -173,7 +173,7 @@ def scheduler_config(module: Any) -> Json:
         )
     if prediction is None:
         supported = ", ".join(kind.__name__ for kind in _PREDICTIONS)
-        raise ValueError(f"{module.parameterization}: diffusers' DDPMScheduler has {supported}.")
+        raise ValueError(f"{module.parameterization}: DDPMScheduler only has {supported}.")
     variance = _VARIANCES.get(type(getattr(module.solver, "variance", None)), "fixed_small")
     is_linspace = isinstance(module.solver, DDPM) and module.solver.times in (None, Sections())
     return {
@@ -207,10 +207,10 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
     folder = Path(folder)
     folder = folder / "unet" if (folder / "unet").is_dir() else folder
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} holds no config.json; name a folder of a UNet2DModel.")
+        raise FileNotFoundError(f"{folder} holds no config.json; name the folder of a UNet2DModel.")
     config = _read_json(folder / "config.json")
     if config.get("_class_name", "UNet2DModel") != "UNet2DModel":
-        raise ValueError(f"{folder} is of a {config['_class_name']}, and must be of a UNet2DModel.")
+        raise ValueError(f"{folder} holds a {config['_class_name']}, but must hold a UNet2DModel.")
     file = folder / f"{_WEIGHTS_STEM}.safetensors"
     if file.exists():
         return config, read_safetensors(file)
@@ -260,8 +260,8 @@ def _scaled_config(vae: Path, codec: Any, target: Path) -> tuple[Json, float]:
     is_changed = any((config.get(key) or usual[key]) != value for key, value in changes.items())
     if is_changed and target.resolve() == vae.resolve():
         raise ValueError(
-            f"{vae} would get scale and shift of {codec} in place of its own: export into another "
-            "folder, so that only a copy gets them."
+            f"the scale and shift of {codec} would replace those in {vae}: export into another "
+            "folder, so that only the copied VAE gets them."
         )
     return config | changes if is_changed else config, float(changes.get("shift_factor", 0.0))
 

@@ -134,7 +134,7 @@ def from_config(config: Mapping[str, Any]) -> Json:
         if name == "attn_norm_num_groups" and value is None and not scale_shift:
             value = groups
         if name in round_trip and value != round_trip[name]:
-            raise ValueError(f"{name}={value}: our UNet of these sizes has {round_trip[name]}.")
+            raise ValueError(f"{name}={value}: our UNet here supports only {round_trip[name]}.")
     return arguments
 
 
@@ -253,6 +253,6 @@ def _head_channels(args: Json) -> int:
 
 def _refuse(name: str, value: object, supported: str) -> NoReturn:
     raise ValueError(
-        f"{name}={value}: diffusers' UNet2DModel has {supported}; export with --format "
-        "safetensors, or train a network that it supports."
+        f"{name}={value}: diffusers' UNet2DModel supports only {supported}; export with --format "
+        "safetensors, or train a network that UNet2DModel supports."
     )

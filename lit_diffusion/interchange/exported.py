@@ -206,11 +206,11 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch raises many types for broken files
         # From None: torch advises to run the code in the file, which a traceback would show.
         cause = f" ({(str(error) or type(error).__name__).splitlines()[0]:.100})"
-        is_opcode = isinstance(error, KeyError)  # an unknown one, as a number
-        reason = f"is damaged or of no such format{'' if is_opcode else cause}"
+        is_opcode = isinstance(error, KeyError)  # its message is only the number of the opcode
+        reason = f"is damaged or has another format{'' if is_opcode else cause}"
         if "GLOBAL" in str(error):
             reason = "holds pickled code, which is never run"
-        raise ValueError(f"{path} {reason}; save the state_dict alone, by torch.save.") from None
+        raise ValueError(f"{path} {reason}; save the state_dict alone with torch.save.") from None
     for name in ("ema", "model", "state_dict"):
         content = content.get(name, content) if isinstance(content, dict) else content
     is_plain = isinstance(content, dict) and all(isinstance(name, str) for name in content)
@@ -305,4 +305,5 @@ def check_state_dict(
         network.load_state_dict(state, assign=True)
     except RuntimeError as error:  # lists the mismatches
         reason = " ".join(str(error).split())
-        raise ValueError(f"{source} is no {name} of {dict(arguments)}: {reason:.300}") from None
+        text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise ValueError(f"{source} does not fit {name}({text}): {reason:.300}") from None

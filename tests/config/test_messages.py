@@ -41,7 +41,7 @@ def block(**init_args: object) -> dict:
         (block(), ["model.block: width must be given, needed by", PATH]),
         ({"optimizer": {"class_path": ADAM, "init_args": {"lrr": 1}}}, ["model.optimizer", "'lr'"]),
         ({"block": {"class_path": "stranger.Net"}}, ["stranger.Net is not", "--trust stranger."]),
-        ({"optimizer": "torch.hub.load"}, ["is not imported: of torch, only classes in torch.nn"]),
+        ({"optimizer": "torch.hub.load"}, ["torch must be classes of torch.nn"]),
     ],
 )
 def test_the_innermost_cause_is_named_with_its_place_and_a_remedy(arguments, parts):

@@ -204,7 +204,7 @@ def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
     ours = latent_module(solver=STRIDES, codec=VAECodec(str(tmp_path / "vae"), scale=0.7))
     (remark,) = write(tmp_path / "out", ours, DIT, str(tmp_path / "vae"))
     assert FIX_FREQUENCIES in remark
-    with pytest.raises(ValueError, match="would get scale and shift of VAECodec"):
+    with pytest.raises(ValueError, match="the scale and shift of VAECodec"):
         write(tmp_path, ours, DIT, str(tmp_path / "vae"))
     pipeline = pipeline_of(tmp_path / "out", "DiTPipeline")
     exec(FIX_FREQUENCIES, {"pipeline": pipeline})
@@ -221,7 +221,7 @@ def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
 
 def test_what_diffusers_cannot_express_is_refused_by_name(tmp_path):
     for changes, message in (
-        ({"process": ContinuousVP(), "solver": DDIM(3)}, "has betas, and ContinuousVP"),
+        ({"process": ContinuousVP(), "solver": DDIM(3)}, "needs betas, but ContinuousVP"),
         ({"process": DiscreteVP(CosineBetas(100), rescale_labels=True)}, "rescale_labels=True"),
         ({"parameterization": EDMPreconditioning()}, "has Epsilon, Sample, Velocity"),
         ({"network": tiny_diffusion().network}, "has no TinyNetwork: export a UNet or DiT"),
@@ -244,7 +244,7 @@ def test_a_network_is_read_from_its_folder_or_its_pipelines(tmp_path):
     torch.save(state, tmp_path / "unet/diffusion_pytorch_model.bin")
     assert read_model(tmp_path)[1].keys() == state.keys()
     (tmp_path / "unet/config.json").write_text(json.dumps({"_class_name": "UNet1DModel"}))
-    with pytest.raises(ValueError, match="is of a UNet1DModel, and must be of a UNet2DModel"):
+    with pytest.raises(ValueError, match="holds a UNet1DModel, but must hold a UNet2DModel"):
         read_model(tmp_path)
 
 

@@ -133,7 +133,7 @@ def test_of_several_sets_of_weights_in_a_file_the_averages_are_read(tmp_path):
     [
         ({"opt": WordIds(7)}, "holds pickled code, which is never run"),
         ([1], "holds no state_dict"),
-        (b"", "is damaged or of no such format"),  # an EOFError without a message
+        (b"", "is damaged or has another format"),  # an EOFError without a message
     ],
 )
 def test_only_tensors_are_read(content, message, tmp_path):

@@ -145,7 +145,7 @@ def test_what_shapes_cannot_tell_is_asked_for(tag, kind, missing, message):
 
 
 def test_weights_that_the_architecture_has_not_are_named():
-    with pytest.raises(ValueError, match=r"is no UNet of .*Unexpected key.*wings.weight"):
+    with pytest.raises(ValueError, match=r"does not fit UNet\(.*Unexpected key.*wings.weight"):
         infer(published("id_A") | {"wings.weight": torch.ones(1)}, KINDS["id"], OVERRIDES["id_A"])
     with pytest.raises(ValueError, match=r"UNet cannot be built: .*'wings'"):
         infer(published("id_A"), KINDS["id"], OVERRIDES["id_A"] | {"wings": 2})

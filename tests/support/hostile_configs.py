@@ -171,4 +171,4 @@ def within(place: str, name: str) -> Case:
         WITHIN[name](Path(file))
         putting(place, file)()
 
-    return Case(f"within-{place}-{name}", spoil, FIT, "configs are not read from within")
+    return Case(f"within-{place}-{name}", spoil, FIT, "a config or checkpoint cannot include")
