@@ -44,7 +44,7 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
             )
     module.load_state_dict(fitting, strict=False)
     counts = [
-        f"{len(names)} {what}{_list_names(names) if what != 'kept' else ''}"
+        f"{len(names)} {what}{_list_names(names) if what != 'copied' else ''}"
         for what, names in outcome.items()
         if names
     ]
@@ -102,7 +102,7 @@ def match_weights(
 
     Returns:
         The weights that fit, in the module's shapes. Also the names of all weights, grouped by
-        what happens to them, such as "kept" or "reshaped".
+        what happens to them, such as "copied" or "reshaped".
     """
     comparable = [
         n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])
@@ -112,7 +112,7 @@ def match_weights(
     reshaped = [n for n in others if target[n].squeeze().shape == state[n].squeeze().shape]
     fitting = {name: state[name].reshape(target[name].shape) for name in equal + reshaped}
     return fitting, {
-        "kept": equal,
+        "copied": equal,
         "reshaped": reshaped,
         "of a different shape, left as they were": [
             f"{name} {tuple(state[name].shape)} for {tuple(target[name].shape)}"

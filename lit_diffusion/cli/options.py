@@ -186,7 +186,7 @@ class SamplingOptions:
         if self.prompt and self.labels is not None:
             raise ValueError("--labels and --prompt exclude each other; leave one out.")
         if self.steps is not None and any("--solver.steps" in o for o in self.solver_options):
-            raise ValueError("--steps and --solver.steps set the same; leave one out.")
+            raise ValueError("--steps and --solver.steps set the same number; leave one out.")
         self._check_guidance()
         if self.init is None and (self.mask or self.strength is not None):
             raise ValueError("--mask and --strength need --init, an image or a folder of images.")

@@ -286,7 +286,7 @@ def refuse_mixing(request: Request) -> None:
     last = request.root / "checkpoints" / "last.ckpt"
     fix = "Continue it with --ckpt_path=last"
     if not is_checkpoint(path_after_replace(last)):
-        fix = f"There is no {last}: continue it with --ckpt_path and another file, delete it"
+        fix = f"There is no {last}: continue with another file as --ckpt_path, delete the run"
     raise ValueError(
         f"{request.root} already holds a run ({names}). {fix}, or start another with "
         f"--trainer.default_root_dir={request.root}-2."

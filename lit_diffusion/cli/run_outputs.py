@@ -112,7 +112,9 @@ def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         if finite:
             best = min(finite, key=lambda record: float(record["value"]))
             text += f", best {number(best['value'])} at step {best['step']}"
-        rows.append((metric, f"{text}; real images in their place: {number(last.get('floor'))}"))
+        rows.append(
+            (metric, f"{text}; real images instead of samples: {number(last.get('floor'))}")
+        )
     return rows
 
 

@@ -45,8 +45,9 @@ class ImageDataModule(LightningDataModule):
             slightly larger batch size (`even_batch_size`).
         num_workers: DataLoader workers per process. None means 0 for data in memory, 1 for latents,
             and otherwise the number of usable CPU cores per process, at most 16.
-        num_predict: number of images to generate in prediction, >= 1. Their seeds are 0, 1, and so
-            on. The image of seed s has the label `s % num_classes`, or -1 if there are no labels.
+        num_predict: number of images to generate in prediction, >= 1. The images have the seeds 0,
+            1, and so on. The image of seed s has the label `s % num_classes`, or -1 without
+            labels.
         seed: seed of the training order and augmentation. None means the run's seed
             (`seed_everything`), or 0 if there is none. Splits and validation do not depend on
             `seed`.
@@ -254,7 +255,7 @@ class ImageDataModule(LightningDataModule):
 
 
 def identity_collate(batch: Any) -> Any:
-    """Return the argument: the `collate_fn` for datasets whose items are whole batches.
+    """Return the argument, as the `collate_fn` of datasets whose items are whole batches.
 
     Example:
         >>> identity_collate([1, 2])

@@ -61,8 +61,8 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
     """Crop a random square and resize it to size x size pixels.
 
-    The side of the square is at least 0.8 of the image's shorter side. Its size and position are
-    functions of the key.
+    The side of the square is at least 0.8 of the image's shorter side. The size and position of the
+    square are functions of `key`.
 
     Example:
         >>> random_crop(Image.new("RGB", (200, 100)), 32, "a key", 7).size
@@ -79,7 +79,8 @@ def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
 class Requirements:
     """Requirements on image files.
 
-    `check_images` stores that files have passed, under a hash of the repr of this object.
+    When files meet the requirements, `check_images` writes a marker. The name of the marker is a
+    hash, which includes the repr of this object.
 
     Attributes:
         image_size: pixels on each side of a crop.

@@ -1,4 +1,4 @@
-"""Handwritten digits with labels or descriptions. scikit-learn contains them: no download."""
+"""The handwritten digits that come with scikit-learn, with labels or descriptions."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -21,7 +21,7 @@ class ShuffledSampler(DistributedSampler[Any]):
     shuffle the dataset in the same order. Rank r gets the images at positions r, r + R, and so on.
     Therefore, step k of an epoch has the same images on one process with batch size `B * R` as on R
     processes with batch size B. Each rank gets `floor(N / R)` images. The remaining images, at most
-    R - 1, are dropped. They differ between epochs.
+    R - 1, are dropped. Which images are dropped differs between epochs.
 
     The class is a subclass of DistributedSampler, because the Trainer does not change such a
     sampler. The Trainer would replace any other sampler with one that repeats images, or that
@@ -138,7 +138,7 @@ def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches
         trainer: Trainer that is about to restore its loops.
         old_size: images per batch over all processes in the run that wrote the checkpoint.
         new_size: images per batch over all processes in this run.
-        num_batches: batches per epoch of this run, without `trainer.limit_train_batches`.
+        num_batches: batches per epoch of this run, before `trainer.limit_train_batches` is applied.
     """
     progress = loaded_checkpoint(trainer)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     current, num_batches = progress["current"], limited_batches(trainer, num_batches)

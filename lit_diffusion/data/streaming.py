@@ -75,8 +75,8 @@ class Fields:
         """Return the undecoded image of a sample, and its label (-1 if labels are ignored).
 
         Raises:
-            ValueError: if a key is missing or the label is out of range. The message mentions
-                `name`.
+            ValueError: if a key is missing or the label is out of range. The message calls the
+                sample `name`.
         """
         keys = list(sample) if isinstance(sample, dict) else []
         for key in (self.image,) if self.num_classes is None else (self.image, self.label):

@@ -67,10 +67,10 @@ def test_weights_that_are_not_finite_are_refused_by_name():
 @pytest.mark.parametrize(
     ("source", "which", "text"),
     [
-        ("old", "ema", "ema_0.9 weights of old/checkpoints/last.ckpt: 129 kept."),
-        ("old:raw", "raw", "raw weights of old/checkpoints/last.ckpt: 129 kept."),
-        ("exported", "ema", "ema_0.9 weights of exported: 129 kept."),
-        ("raw.ckpt", "raw", "raw weights of raw.ckpt: 129 kept."),  # has no averages
+        ("old", "ema", "ema_0.9 weights of old/checkpoints/last.ckpt: 129 copied."),
+        ("old:raw", "raw", "raw weights of old/checkpoints/last.ckpt: 129 copied."),
+        ("exported", "ema", "ema_0.9 weights of exported: 129 copied."),
+        ("raw.ckpt", "raw", "raw weights of raw.ckpt: 129 copied."),  # has no averages
     ],
 )
 def test_weights_are_those_of_the_source(source, which, text):

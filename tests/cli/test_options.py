@@ -47,7 +47,7 @@ def test_options_of_sampling():
     [
         ("--batch-size 0", "--batch-size must be at least 1, got 0."),
         ("--solver.steps 3 --foo 3", "there is no option 'foo'"),
-        ("--solver.steps 3 --steps 4", "--steps and --solver.steps set the same; leave one out."),
+        ("--solver.steps 3 --steps 4", "--steps and --solver.steps set the same number; leave"),
         ("--labels 1 --prompt a", "--labels and --prompt exclude each other; leave one out."),
         ("--guidance nan", "--guidance: must be a finite number, got nan"),
         (f"--seed {2**63}", "--seed: must be an integer of 64 bits, got 9223372036854775808"),
