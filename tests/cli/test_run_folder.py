@@ -91,7 +91,7 @@ def test_a_pipe_as_the_value_of_an_option_is_refused_and_not_waited_for(option):
 @pytest.mark.parametrize("trace", ["metrics.csv", "evaluations.jsonl", "checkpoints/best-fid.ckpt"])
 def test_a_fit_into_the_folder_of_another_run_is_refused_with_both_ways_out(trace):
     write(f"runs/digits/{trace}", "step\n0\n")
-    refuses(DIGITS, rf"{trace}.*delete it, or .*--trainer\.default_root_dir=runs/digits-2")
+    refuses(DIGITS, rf"{trace}.*delete the run, or .*--trainer\.default_root_dir=runs/digits-2")
     write(LAST), write("loose.ckpt")
     refuses(DIGITS, "Continue it with --ckpt_path=last")
     refuses(f"{DIGITS} --ckpt_path loose.ckpt")
