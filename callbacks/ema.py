@@ -203,7 +203,7 @@ def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
     if not (isinstance(shadows, list | tuple) and len(shadows) == len(decays)):
         raise ValueError("it must hold averages for each decay")
     if not all(isinstance(shadow, dict) and shadow.keys() == steps.keys() for shadow in shadows):
-        raise ValueError("it must hold an average of each parameter, by each decay")
+        raise ValueError("it must hold an average of each parameter for each decay")
     for name, value in chain.from_iterable(shadow.items() for shadow in shadows):
         if not _is_dense_of_real_numbers(value):
             raise ValueError(f"its average of {name} is not of real numbers")

@@ -243,7 +243,7 @@ class FIDEvaluation(PeriodicEvaluation):
             "sampling": json.dumps(_sampling_record(module), sort_keys=True),
         }
 
-    # When it evaluates
+    # Schedule of the evaluations
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate after a validation; in the sanity check, generate one sample."""
@@ -436,7 +436,7 @@ class FIDEvaluation(PeriodicEvaluation):
         if num <= scorer.num_features:
             rank_zero_warn(
                 f"{num} images cannot fill a covariance of {scorer.num_features} features: "
-                "the FID will be far above that of more samples; compare it with its floor only."
+                "the FID will be far higher than with more images; compare it with its floor only."
             )
         primary = FeatureComparison("", scorer, reference)
         if not self.auxiliary_metrics:

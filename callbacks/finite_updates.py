@@ -258,7 +258,7 @@ class FiniteUpdates(pl.Callback):
             may_overflow = loss.dtype == torch.float16 and _grad_scaler(trainer) is not None
             is_bad = loss.detach().isnan() if may_overflow else loss.detach() * 0 != 0
             is_bad = is_bad.any() if is_bad.ndim else is_bad
-            before = self._current.bad_loss  # of other losses, in manual optimization
+            before = self._current.bad_loss  # from earlier losses, in manual optimization
             self._current.bad_loss = is_bad if before is None else before | is_bad
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -527,7 +527,7 @@ def _save_batch(
             "non_finite": _plain_copy(failure),
         }
         trainer.strategy.checkpoint_io.save_checkpoint(content, path)
-    except (OSError, TypeError) as error:  # must not hide the message
+    except (OSError, TypeError) as error:  # this error must not replace the message
         return f"{message} The batch could not be written to a file: {str(error).rstrip('.')}."
     return f"{message} {path} holds the batch and the weights before the update."
 
@@ -570,7 +570,7 @@ def _name_sample(i: int, bad: _MicroBatch) -> str:
     shape, batch = bad.outputs["per_sample_loss"].shape, bad.batch
     text = f"sample {i}"
     if isinstance(batch, tuple | list) and len(batch) == 3 and isinstance(batch[2], Tensor):
-        index = batch[2]  # of (images, labels, index)
+        index = batch[2]  # the batch is (images, labels, index)
         if index.shape == shape and not index.is_floating_point():
             text += f" (data index {int(index[i])})"
     u, t = (bad.outputs.get(name) for name in ("u", "t"))

@@ -289,7 +289,7 @@ class MomentumDecay(pl.Callback):
             self._hooks += [
                 optimizer.register_step_pre_hook(partial(self._before_step, index)),
                 optimizer.register_step_post_hook(partial(self._after_step, index)),
-                optimizer.register_state_dict_pre_hook(self._restore),  # after a step that failed
+                optimizer.register_state_dict_pre_hook(self._restore),  # needed if a step failed
             ]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

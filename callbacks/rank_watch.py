@@ -136,7 +136,7 @@ class _Watch(threading.Thread):
     """Exchanges heartbeats, and ends this process if a rank has failed."""
 
     def __init__(self, trainer: Trainer, timeout: float | None) -> None:
-        super().__init__(daemon=True)  # it may hang in the store
+        super().__init__(daemon=True)  # because the thread may hang in the store
         self._group = cast(Any, dist.group.WORLD)
         self._timeout = timeout or self._group.get_group_store().timeout.total_seconds()
         self._trainer, self._rank = trainer, dist.get_rank()

@@ -141,9 +141,9 @@ class SampleGrid(PeriodicEvaluation):
             try:
                 samples = self._generate(pl_module, labels)
             except NonFiniteSamples as error:  # raised on every rank; training can continue
-                rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
+                rank_zero_warn(f"SampleGrid writes no grid at step {trainer.global_step}: {error}")
                 return {}
-        if not self._has_read_images:  # outside autocast, which a data set need not support
+        if not self._has_read_images:  # outside autocast, which the data set may not support
             with isolate_rng():
                 train, val = (split_images(trainer, n, self.images) for n in ("train", "val"))
                 if trainer.is_global_zero:
@@ -188,11 +188,13 @@ class SampleGrid(PeriodicEvaluation):
         def read(images: ImageSet | None, most: int, consequence: str) -> Tensor | None:
             try:
                 if images is None:
-                    raise TypeError("the Trainer has no loader of them with indices.")
+                    raise TypeError("the Trainer has no DataLoader of these images with indices.")
                 indices = evenly_spaced(len(images), most)
                 pixels = torch.cat([batch for batch, _ in images.batches(256, indices)])
                 if pixels.shape[1:] != shape:
-                    raise TypeError(f"they are {tuple(pixels.shape[1:])}, and samples {shape}.")
+                    raise TypeError(
+                        f"images have the shape {tuple(pixels.shape[1:])}, samples {shape}."
+                    )
             except (TypeError, NotImplementedError) as error:
                 rank_zero_info(f"SampleGrid {consequence}: {error}")
                 return None

@@ -8,9 +8,9 @@ The callbacks in ema.py, momentum_decay.py, curriculum.py, loss_resampler.py and
 depend only on this file, torch and Lightning. To use one of these files in your own package, copy
 it together with this file. The file step_seed.py does not need this file.
 
-All private names of Lightning that the callbacks use are used in this file. In lit-diffusion, a
-test asserts that each of these names exists with the expected signature, and setup.cfg restricts
-lightning to versions below the next minor version.
+Callbacks access private names of Lightning only through the functions in this file. In
+lit-diffusion, a test asserts that each of these names exists with the expected signature, and
+setup.cfg restricts lightning to versions below the next minor version.
 
 In this file, a split tensor is a torch DTensor, as FSDP2 and tensor parallelism create it. Its
 shape is the shape of the whole tensor, but each rank stores only a part, which may be empty. If the
@@ -607,15 +607,15 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
 
 
 class Timesteps(NamedTuple):
-    """Values for two attributes of a module that determine its noise levels in a batch.
+    """Values for the two attributes by which a callback changes a module's noise levels.
 
-    A noise level is a number u in [0, 1]. The interval is divided into num_bins equal bins.
+    A noise level is a number u in [0, 1]. This interval is divided into num_bins equal bins.
 
     Attributes:
-        timestep_density: (num_bins,) density from which the module samples noise levels. None means
-            the uniform density.
-        timestep_weight: (num_bins,) factors by which the module multiplies the losses of noise
-            levels in each bin. None means 1.
+        timestep_density: (num_bins,) density from which the module samples noise levels. None if
+            the callback does not set this attribute.
+        timestep_weight: (num_bins,) factors by which the module multiplies the losses at noise
+            levels in each bin. None if the callback does not set this attribute.
 
     Example:
         >>> Timesteps(timestep_density=torch.ones(4)).timestep_weight is None
