@@ -91,10 +91,10 @@ def clts_density(
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the result is the paper's
             density over the times t = 1, ..., T.
         normalize: how to mix the two densities. "truncate" first normalizes the Gaussian over the
-            bins, so that the fraction of samples from the Gaussian is `clts_gamma(step,
-            num_steps)`. "mix" adds the Gaussian of Eq. 7 without this normalization, and then
-            normalizes the sum. With "mix", the fraction is smaller, because a part of the Gaussian
-            is outside [0, 1]. With the default mean and std, only 38% of it is inside.
+            bins, so that the progress gamma is the fraction of samples from the Gaussian. "mix"
+            adds the Gaussian of Eq. 7 without this normalization, and then normalizes the sum. With
+            "mix", fewer samples are from the Gaussian, because a part of it is outside [0, 1]. With
+            the default mean and std, only 38% of the Gaussian is inside.
         device: device of the result.
 
     Returns:

@@ -58,8 +58,8 @@ class FIDEvaluation(PeriodicEvaluation):
       precision, and with the weights that `weights` names. The extractor computes in float32. The
       evaluation does not change the training.
     - Metrics: the callback logs the FID as `val/fid_<num_samples>` and its floor as
-      `val/fid_<num_samples>_floor`. The floor is the FID of real images that take the place of the
-      samples. Their number and their labels are the same. If the data have a test split,
+      `val/fid_<num_samples>_floor`. The floor is the FID of real images instead of samples. It is
+      computed with the same number of images and the same labels. If the data have a test split,
       `trainer.test` logs `test/fid_<num_samples>`. If `weights` is not "ema", the metric names
       contain the name of the weights.
     - Files: each evaluation appends one line to `evaluations.jsonl` in the run folder. The line has
@@ -254,7 +254,7 @@ class FIDEvaluation(PeriodicEvaluation):
             pl_module.log_dict(self.measure(trainer, pl_module), sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a checkpoint if the FID is the best so far. Metrics have been logged before."""
+        """Save a checkpoint if the FID is the best so far, after the metrics were logged."""
         self._save_best(trainer)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -141,7 +141,7 @@ class SampleGrid(PeriodicEvaluation):
             try:
                 samples = self._generate(pl_module, labels)
             except NonFiniteSamples as error:  # raised on every rank; training can continue
-                rank_zero_warn(f"SampleGrid writes no grid at step {trainer.global_step}: {error}")
+                rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return {}
         if not self._has_read_images:  # outside autocast, which the data set may not support
             with isolate_rng():
@@ -248,7 +248,7 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
     Args:
         images: (N, C, H, W) uint8, C = 1, ..., 4.
         captions: one text for each image, which is written below the image.
-        width: approximate width of the grid in pixels. It determines the factor of enlargement.
+        width: approximate width of the grid in pixels. It determines the enlargement factor.
 
     Returns:
         (C, height, width) uint8. If the images are gray (C = 1), the grid has 3 channels.
