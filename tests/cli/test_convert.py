@@ -64,7 +64,7 @@ def test_a_published_file_is_trained_on_with_the_config_beside_it(dit, caplog):
     loss = '{"class_path": "HybridLoss", "init_args": {"weighting": "Simple"}}'
     quick = "--trainer.fast_dev_run=1 --trainer.callbacks=[]"
     assert call(f"fit {configs} --model.loss='{loss}' {quick}") == 0
-    assert f"out: {len(dit.state_dict())} kept." in caplog.text
+    assert f"out: {len(dit.state_dict())} copied." in caplog.text
 
 
 @pytest.mark.parametrize(("weights", "named"), [("ema", "ema_0.9"), ("raw", "raw")])
