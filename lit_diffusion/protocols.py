@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def check_positive(**values: float | None) -> None:
@@ -305,6 +305,61 @@ class Loss(Protocol):
         /,
     ) -> Tensor:
         """Compute the loss of each sample, (B,), from its weighted squared error, (B,)."""
+
+
+class NoisedBatch(NamedTuple):
+    """The images of a training step and the noise that is added to them.
+
+    Attributes:
+        x0: (B, C, H, W) clean images, in [-1, 1] for pixels.
+        condition: condition of the images, after label dropout.
+        t: (B,) float64 times of the process.
+        noise: (B, C, H, W) noise, with `x_t = alpha(t) * x0 + sigma(t) * noise`.
+    """
+
+    x0: Tensor
+    condition: Condition
+    t: Tensor
+    noise: Tensor
+
+
+class AuxiliaryLoss(Protocol):
+    """A further term of the training loss, for example on the features of a block.
+
+    The term is part of training steps only. If it is an nn.Module, its parameters are trained and
+    saved with the network.
+    """
+
+    def attach(self, network: nn.Module, /) -> None:
+        """Register forward hooks on the network. `DiffusionModule` calls this method once.
+
+        Raises:
+            ValueError: if the network lacks the blocks that the loss needs.
+        """
+
+    def compute(self, module: Any, batch: NoisedBatch, /) -> Tensor:
+        """Compute the term () of a batch, right after the network has processed the batch.
+
+        Args:
+            module: the `DiffusionModule` that is trained.
+            batch: the inputs of `module.per_sample_loss`.
+        """
+
+
+class Coupling(Protocol):
+    """A rule that assigns the noise of a batch to its images. Without a rule, they are independent."""
+
+    def couple(self, x0: Tensor, noise: Tensor, condition: Condition, /) -> Tensor:
+        """Assign noise to images.
+
+        Args:
+            x0: (B, C, H, W) clean images.
+            noise: (B, C, H, W) independent standard normal noise.
+            condition: condition of the images, before label dropout.
+
+        Returns:
+            (B, C, H, W) the noise of each image, often a permutation of `noise`.
+        """
 
 
 class TimeGrid(Protocol):

@@ -34,13 +34,16 @@ from lit_diffusion.modules import checks, compiled, sharding
 from lit_diffusion.modules.compiled import CompileMode
 from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.protocols import (
+    AuxiliaryLoss,
     Codec,
     Condition,
     Conditioning,
+    Coupling,
     Denoise,
     Denoised,
     Guidance,
     Loss,
+    NoisedBatch,
     Parameterization,
     Prediction,
     Process,
@@ -102,6 +105,10 @@ class DiffusionModule(LightningModule):
             a fit, `compile` has no effect, because compilation would delay the first samples. To
             generate many samples faster, call `compile_network`. In a compiled network, dropout
             draws different random numbers than in an eager network.
+        coupling: rule that assigns the noise of a training batch to its images, as in
+            `protocols.Coupling`. None draws noise independently of the images.
+        auxiliary_loss: further term of the training loss, as in `protocols.AuxiliaryLoss`. The term
+            is logged as train/auxiliary_loss, and is not part of train/loss or val/loss.
 
     Raises:
         ValueError: if two arguments do not fit together.
@@ -156,6 +163,8 @@ class DiffusionModule(LightningModule):
         uniforms: UniformDraws | None = None,
         channels_last: bool = False,
         compile: CompileMode | None = None,
+        coupling: Coupling | None = None,
+        auxiliary_loss: AuxiliaryLoss | None = None,
     ) -> None:
         super().__init__()
         if is_built_from_config():
@@ -182,6 +191,10 @@ class DiffusionModule(LightningModule):
         self.num_classes: int | None = getattr(conditioning, "num_classes", None)
         self.label_dropout = label_dropout
         self.uniforms = uniforms
+        self.coupling = coupling
+        self.auxiliary_loss = auxiliary_loss
+        if auxiliary_loss is not None:
+            auxiliary_loss.attach(network)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.network.to(memory_format=self.memory_format)
         compiled.check_mode(compile)
@@ -277,6 +290,10 @@ class DiffusionModule(LightningModule):
         distribution `times` maps u to the time t. The target is defined by the parameterization, W
         is the weighting of the loss, and w is `timestep_weight`. A loss that learns the variance
         adds a term.
+        coupling: rule that assigns the noise of a training batch to its images, as in
+            `protocols.Coupling`. None draws noise independently of the images.
+        auxiliary_loss: further term of the training loss, as in `protocols.AuxiliaryLoss`. The term
+            is logged as train/auxiliary_loss, and is not part of train/loss or val/loss.
 
         Returns:
             A dictionary with the "loss". For callbacks, it also contains "u", "t" and
@@ -288,6 +305,8 @@ class DiffusionModule(LightningModule):
         u = draw_uniforms(len(x0), self.timestep_density, self.uniforms, device=self.device)
         t = self.times.quantile(u, self.process)  # (B,) float64
         noise = torch.randn_like(x0)
+        if self.coupling is not None:
+            noise = self.coupling.couple(x0, noise, condition)
         if self.conditioning is not None and self.label_dropout > 0:
             dropped = torch.rand(len(x0), device=self.device) < self.label_dropout
             condition = self.conditioning.drop(condition, dropped)
@@ -299,6 +318,11 @@ class DiffusionModule(LightningModule):
             weight = self.timestep_weight.to(u.device)
             loss = (losses * weight[bin_of(u, len(weight))]).mean()
         self._log_training(loss, losses.detach(), u, batch_idx)
+        if self.auxiliary_loss is not None:
+            term = self.auxiliary_loss.compute(self, NoisedBatch(x0, condition, t, noise))
+            if should_log(self.trainer):
+                self.log("train/auxiliary_loss", term.detach())
+            loss = loss + term
         return {"loss": loss, "u": u, "t": t, "per_sample_loss": losses.detach()}
 
     def per_sample_loss(

@@ -511,3 +511,66 @@ def test_inpainting_leaves_out_no_classifier():
     images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"shifts the mean of DDPM's steps, and RePaint.*Score"):
         shifted.inpaint(images, torch.zeros(1, 1, 8, 8), [0])
+
+
+# Coupling and auxiliary loss
+
+
+class Reversed:
+    """A coupling that reverses the noise, and an auxiliary loss that keeps its arguments."""
+
+    def couple(self, x0, noise, condition, /):
+        self.given = x0, noise, condition
+        return noise.flip(0)
+
+    def attach(self, network, /):
+        self.network = network
+
+    def compute(self, module, batch, /):
+        self.module, self.batch = module, batch
+        return 3 * module.network.out[2].bias.sum()
+
+
+def test_noise_is_coupled_before_labels_are_dropped():
+    coupling, calls = Reversed(), []
+    model = module(coupling=coupling, label_dropout=0.999)
+    model.per_sample_loss = lambda *args: calls.append(args) or args[0].flatten(1).mean(1)
+    one_step(model)
+    (x0, condition, _, noise, _), (x0_given, noise_given, labels) = calls[0], coupling.given
+    assert torch.equal(noise, noise_given.flip(0))
+    assert torch.equal(x0, x0_given)
+    assert (condition == -1).all()
+    assert (labels >= 0).all()
+
+
+def test_an_auxiliary_loss_is_added_to_the_loss_alone():
+    torch.manual_seed(0)
+    extra = Reversed()
+    model = module(auxiliary_loss=extra)
+    nn.init.constant_(model.network.out[2].bias, 0.5)
+    out = one_step(model)
+    assert extra.network is model.network
+    assert extra.module is model
+    losses = model.per_sample_loss(*extra.batch).detach()
+    torch.testing.assert_close(out["per_sample_loss"], losses)
+    torch.testing.assert_close(out["loss"].detach(), losses.mean() + 1.5)
+    with_term, plain = module(model.network, auxiliary_loss=extra), module(model.network)
+    validated = trainer().validate(with_term, loader(), verbose=False)
+    assert validated == trainer().validate(plain, loader(), verbose=False)
+
+
+def test_the_weights_of_an_auxiliary_loss_are_trained_and_saved():
+    class Scaled(nn.Linear):
+        def attach(self, network, /):
+            pass
+
+        def compute(self, module, batch, /):
+            return self(batch.x0.flatten(1)[:, :2]).square().mean()
+
+    model = module(auxiliary_loss=Scaled(2, 1))
+    before = model.auxiliary_loss.weight.detach().clone()
+    run = trainer(max_steps=1, log_every_n_steps=1)
+    run.fit(model, loader())
+    assert not torch.equal(model.auxiliary_loss.weight, before)
+    assert "auxiliary_loss.weight" in model.state_dict()
+    assert "train/auxiliary_loss" in run.callback_metrics

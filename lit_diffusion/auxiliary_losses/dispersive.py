@@ -1,0 +1,59 @@
+"""Dispersive loss: pushes the features of different images apart."""
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+
+from lit_diffusion.auxiliary_losses.features import BlockFeatures
+from lit_diffusion.protocols import NoisedBatch, check_positive
+
+
+class Dispersive:
+    """Dispersive loss `weight * log(mean_ij exp(-||z_i - z_j||**2 / (D * temperature)))`.
+
+    The vector z_i, of size D, contains all features of image i in a block. The mean is over all B**2
+    pairs of images of the batch on one device. The loss is at most 0. It is lowest if
+    features of different images are far apart. It needs no second view of an image, and no weights.
+
+    The division by D is ours. It makes the temperature independent of the size of the block.
+
+    Args:
+        block: name of the block in the network, such as "blocks.3". The authors use a block at a
+            quarter of the depth.
+        weight: factor on the loss. The authors use 0.5.
+        temperature: distances that are much larger contribute nothing. The authors use 0.5.
+
+    Raises:
+        ValueError: unless weight and temperature are above 0.
+
+    Source: Wang & He 2025 (Diffuse and Disperse, arXiv 2506.09027), Eq. 6, InfoNCE with the squared
+        L2 distance.
+
+    Example:
+        >>> from lit_diffusion.networks.dit import DiT
+        >>> network = DiT(8, 1, 1, depth=2, width=32, num_heads=2)
+        >>> loss = Dispersive(block="blocks.0")
+        >>> loss.attach(network)
+        >>> _ = network(torch.randn(4, 1, 8, 8), torch.arange(4.0))
+        >>> loss.compute(None, None) < 0
+        tensor(True)
+    """
+
+    def __init__(self, block: str, weight: float = 0.5, temperature: float = 0.5) -> None:
+        check_positive(weight=weight, temperature=temperature)
+        self.weight, self.temperature = weight, temperature
+        self.features = BlockFeatures(block)
+
+    def attach(self, network: nn.Module) -> None:
+        """Register a forward hook on the block. Raises ValueError if there is no such block."""
+        self.features.attach(network)
+
+    def compute(self, module: Any, batch: NoisedBatch | None) -> Tensor:
+        """Compute the loss () of the features from the last forward pass."""
+        z = self.features.take().float().flatten(1)  # (B, D)
+        # |a - b|**2 = |a|**2 + |b|**2 - 2 a.b, because the gradient of cdist is infinite at 0.
+        squares = z.square().sum(1)
+        distances = (squares[:, None] + squares - 2 * z @ z.T).clamp(min=0) / z.shape[1]  # (B, B)
+        log_mean = (-distances / self.temperature).flatten().logsumexp(0) - 2 * math.log(len(z))
+        return self.weight * log_mean
