@@ -16,7 +16,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from lit_diffusion.protocols import Condition
+from lit_diffusion.protocols import Condition, describe_condition
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class BatchAssignment:
         within_classes: whether to permute noise only among images with the same label. Without
             it, the noise of a class is not standard normal, because noise that is close to
             the class is preferred. A conditional model is then biased: it starts from noise that it
-            has not seen in training. True requires labels (B,).
+            has not seen in training. Without labels, noise is permuted in the whole batch.
 
     Raises:
-        ValueError: if cost is unknown. In training, if within_classes needs labels and there are
-            none.
+        ValueError: if cost is unknown. In training, if within_classes is True and the condition is
+            not one label per image.
 
     Source: Tong et al. 2023 (OT-CFM, arXiv 2302.00482), section 3.2; Li et al. 2024 (Immiscible
         Diffusion, arXiv 2406.12303), algorithm 1; Cheng & Schwing 2025 (arXiv 2503.10636) for the
@@ -59,12 +59,13 @@ class BatchAssignment:
 
     def couple(self, x0: Tensor, noise: Tensor, condition: Condition, /) -> Tensor:
         """Permute the noise (B, C, H, W)."""
-        if not self.within_classes:
+        if condition is None or not self.within_classes:
             return noise[self._assign(x0, noise)]
         if not isinstance(condition, Tensor) or condition.shape != (len(x0),):
             raise ValueError(
-                "within_classes=True needs one label per image; pass within_classes=False, which "
-                "is unbiased for an unconditional model only."
+                "within_classes=True needs one label per image, got "
+                f"{describe_condition(condition)}; pass within_classes=False, which biases a "
+                "conditional model."
             )
         order = torch.arange(len(x0), device=x0.device)
         for label in condition.unique():

@@ -347,7 +347,7 @@ class AuxiliaryLoss(Protocol):
 
 
 class Coupling(Protocol):
-    """A rule that assigns the noise of a batch to its images. Without a rule, they are independent."""
+    """A rule that assigns the noise of a batch to its images, instead of independent noise."""
 
     def couple(self, x0: Tensor, noise: Tensor, condition: Condition, /) -> Tensor:
         """Assign noise to images.

@@ -19,18 +19,26 @@ SOURCES = [*(ROOT / "lit_diffusion").rglob("*.py"), *(ROOT / "callbacks").rglob(
 OURS = "lit_diffusion"
 
 MATHS = {
-    *("codecs", "conditioning", "ema_profiles", "gaussian", "grids", "guidance", "likelihood"),
-    *("losses", "lr_schedules", "parameterizations", "processes", "protocols", "seeding"),
+    *("codecs", "conditioning", "couplings", "ema_profiles", "gaussian", "grids", "guidance"),
+    *(
+        "likelihood",
+        "losses",
+        "lr_schedules",
+        "parameterizations",
+        "processes",
+        "protocols",
+        "seeding",
+    ),
     *("solvers", "timesteps"),
 }
 TOOLS = {"distributed", "files", "pretrained", "signals"}
 TRAINER = "callbacks.trainer_state"
 LIGHTNING = {"lightning"}
 FRAMEWORK = LIGHTNING | {"torchvision", "torchmetrics", "torch_fidelity", "PIL", "numpy"}
-LAB_EXTRA = {"markdown_it", "matplotlib", "scipy"}
-ANY = {"packaging", "yaml", "jsonargparse", "pytorch_lightning"} | LAB_EXTRA
+LAB_EXTRA = {"markdown_it", "matplotlib"}
+ANY = {"packaging", "yaml", "jsonargparse", "pytorch_lightning", "scipy"} | LAB_EXTRA
 LIBRARY = MATHS | TOOLS | {"callbacks", "checkpoints", "config", "data", "interchange", "metrics"}
-LIBRARY |= {"modules", "networks"}
+LIBRARY |= {"auxiliary_losses", "modules", "networks"}
 
 PORTABLE = (
     *("callbacks.curriculum", "callbacks.ema", "callbacks.finite_updates"),
@@ -43,6 +51,8 @@ MAY_IMPORT = {
     **{name: (MATHS, set()) for name in MATHS},
     **{name: (TOOLS, set()) for name in TOOLS},
     "files": (set(), {"PIL"}),
+    "couplings": (MATHS, {"scipy"}),
+    "auxiliary_losses": (MATHS | {"auxiliary_losses"}, set()),
     "networks": ({"networks", "protocols"}, set()),
     "networks.fused_norm_triton": ({"networks"}, {"triton"}),
     "modules.vae": ({"files"}, {"diffusers"}),
@@ -157,7 +167,7 @@ def test_what_the_lab_alone_needs_is_its_extra_and_imported_nowhere_else_at_impo
         ("core", setup["options"]["install_requires"]),
     ]
     packages = {name: set(re.findall(r"^[a-z-]+", text, re.MULTILINE)) for name, text in lists}
-    assert packages["lab"] == {"markdown-it-py", "matplotlib", "scipy"}
+    assert packages["lab"] == {"markdown-it-py", "matplotlib"}
     assert "lit-diffusion[lab]" in setup["options.extras_require"]["test"].split()
     assert "lit-diffusion[test]" in setup["options.extras_require"]["dev"].split()
     assert not packages["lab"] & packages["core"]

@@ -48,11 +48,19 @@ def test_noise_is_permuted_within_each_class_alone():
         assert torch.equal(given, alone)
 
 
-@pytest.mark.parametrize("condition", [None, torch.zeros(4, 8), (torch.zeros(4), torch.ones(4))])
+@pytest.mark.parametrize("condition", [torch.zeros(4, 8), (torch.zeros(4), torch.ones(4))])
 def test_other_conditions_than_labels_need_the_whole_batch(condition):
-    with pytest.raises(ValueError, match="needs one label per image; pass within_classes=False"):
+    with pytest.raises(
+        ValueError, match=r"one label per image, got .*float32 \(4.*; pass within_classes=False"
+    ):
         BatchAssignment().couple(*batch(4), condition)
     assert BatchAssignment(within_classes=False).couple(*batch(4), condition).shape == (4, 1, 2, 2)
+
+
+def test_without_labels_the_whole_batch_is_permuted():
+    x0, noise = batch(20)
+    whole = BatchAssignment(within_classes=False).couple(x0, noise, None)
+    assert torch.equal(BatchAssignment().couple(x0, noise, None), whole)
 
 
 def test_in_one_dimension_large_batches_give_the_monotone_map():

@@ -12,9 +12,9 @@ from lit_diffusion.protocols import NoisedBatch, check_positive
 class Dispersive:
     """Dispersive loss `weight * log(mean_ij exp(-||z_i - z_j||**2 / (D * temperature)))`.
 
-    The vector z_i, of size D, contains all features of image i in a block. The mean is over all B**2
-    pairs of images of the batch on one device. The loss is at most 0. It is lowest if
-    features of different images are far apart. It needs no second view of an image, and no weights.
+    The vector z_i, of size D, contains all features of image i in a block. The mean is over all
+    pairs (i, j) of images of the batch on one device, including i = j. The loss is at most 0. It is
+    lowest if the features of different images are far apart.
 
     The division by D is ours. It makes the temperature independent of the size of the block.
 

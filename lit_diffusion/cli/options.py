@@ -256,7 +256,6 @@ def require_lab() -> None:
     try:
         import markdown_it  # noqa: F401
         import matplotlib  # noqa: F401
-        import scipy  # noqa: F401
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{error.name} is not installed; run pip install 'lit-diffusion[lab]', or "

@@ -1,4 +1,4 @@
-"""The dispersive loss against its formula, and features of blocks in eager and compiled networks."""
+"""The dispersive loss against its formula, and the features of blocks, also if compiled."""
 
 import math
 

@@ -35,7 +35,7 @@ sys.exit(main(sys.argv[1:]))
     [
         ("compare runs", "markdown_it"),
         (f"sweep tiny.yaml --arms slow.yaml --seeds 0 {TRUST}", "matplotlib"),
-        ("analyze consistency a.ckpt b.ckpt --out out", "scipy"),
+        ("analyze consistency a.ckpt b.ckpt --out out", "matplotlib"),
     ],
 )
 def test_a_command_that_needs_the_extra_names_it_before_any_work(
