@@ -231,7 +231,7 @@ def test_a_folder_with_a_run_in_it_is_a_run_folder(exported):
         (lambda r: r.update(step=-1), "its 'global_step' is int -1"),
         (lambda r: r.update(weights=["ema"]), "values of other types"),
         (lambda r: r.update(codec={"sha256": "0" * 64}), "another codec|on latents of the VAE"),
-        (lambda r: r["network"]["init_args"].update(model_channels=16), "another architecture"),
+        (lambda r: r["network"]["init_args"].update(model_channels=16), "a different architecture"),
         (lambda r: r["network"]["init_args"].update(model_channels=4096), "far more parameters"),
         (lambda r: r.pop("image_shape"), "image_shape"),
     ],

@@ -1,8 +1,9 @@
-"""Read averages of weights from checkpoints and snapshots, and write snapshots.
+"""Read averages of weights (EMA) from checkpoints and snapshots, and write snapshots.
 
-callbacks/ema.py describes the state of EMA in a checkpoint. The state of PowerEMA also has
-"snapshots": {int: str}, which maps the number of updates to the SHA-256 of the snapshot file.
-Averages of other widths are reconstructed from snapshots.
+The file callbacks/ema.py describes the state of `EMA` in a checkpoint. The state of `PowerEMA` has
+an additional entry "snapshots": {int: str}. It maps the number of updates, at which `PowerEMA`
+wrote its averages to a snapshot file, to the SHA-256 of this file. From snapshots, this module
+reconstructs averages with other widths than those of `PowerEMA`.
 """
 
 from collections.abc import Mapping
@@ -20,16 +21,16 @@ from lit_diffusion.ema_profiles import coefficients, exponent
 from lit_diffusion.files import atomic_write, check_regular
 
 _NAME_PREFIXES = {"EMA": "ema", "PowerEMA": "power"}
-"""Prefix of the names of averages, by callback."""
+"""Name of a callback -> prefix of the names of its averages."""
 
 Averages = Mapping[float, Mapping[str, Tensor]]
-"""Averages by relative width, then by parameter name."""
+"""Relative width -> parameter name -> average."""
 
 SNAPSHOT_FOLDER = "ema-snapshots"
 
 MAX_PROFILE_ERROR = 0.1
-"""Maximal relative distance of a reconstructed profile from the requested one. A width that is off
-by an eighth has this distance."""
+"""Maximum relative distance between the reconstructed and the requested averaging profile. Two
+profiles whose widths differ by an eighth have this distance."""
 
 
 # Averages in checkpoints
@@ -39,7 +40,7 @@ def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
     """List the names of the averages in a checkpoint, such as "ema_0.999".
 
     Args:
-        checkpoint: content of the file.
+        checkpoint: content of the checkpoint.
         path: path of the file, for error messages.
 
     Raises:
@@ -54,14 +55,14 @@ def select_weights(
     """Select weights of a checkpoint by name, or reconstruct them from the run's snapshots.
 
     Args:
-        checkpoint: content of the file.
-        weights: "raw", "ema" for the first average, or the name of an average. With PowerEMA it may
-            be "power_<width>" for any width that can be reconstructed.
-        path: path of the file. Snapshots are read from its run folder.
+        checkpoint: content of the checkpoint.
+        weights: "raw", "ema" for the first average, or the name of an average. If the run used
+            `PowerEMA`, "power_<width>" may have any width that snapshots allow to reconstruct.
+        path: path of the checkpoint. Snapshots are read from its run folder.
 
     Returns:
-        The full name of the weights, and the averages by parameter name. For "raw", the averages
-        are {}.
+        The full name of the weights, and the averages by parameter name. For "raw", there are no
+        averages.
 
     Raises:
         ValueError: if there are no such weights. The message lists the available weights.
@@ -98,13 +99,12 @@ def read_power_averages(
     """Read the averages of PowerEMA in a checkpoint.
 
     Args:
-        checkpoint: content of the file.
+        checkpoint: content of the checkpoint.
         path: path of the file, for error messages.
 
     Returns:
-        The number of updates, the averages by width and then by parameter name, and the SHA-256 of
-        the snapshots by number of updates. If the checkpoint has no PowerEMA, the result is 0, {}
-        and {}.
+        The number of updates, the averages (width -> parameter name -> average), and the SHA-256 of
+        each snapshot (number of updates -> SHA-256). Without `PowerEMA`, the result is (0, {}, {}).
     """
     step, averages, hashes = 0, dict[float, dict[str, Tensor]](), dict[int, str]()
     for names, state in _named_states(checkpoint, path):
@@ -119,7 +119,7 @@ def read_power_averages(
 def _named_states(
     checkpoint: Mapping[str, Any], path: str | Path
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Names of the averages and the state, for each EMA callback that has averages."""
+    """Return the names of the averages and the state of each EMA callback that has averages."""
     states = []
     for key, state in checkpoint.get("callbacks", {}).items():
         if prefix := _NAME_PREFIXES.get(key.partition("{")[0]):
@@ -138,7 +138,9 @@ def _named_states(
 
 
 def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
-    """Atomically write the averages after `step` updates, and return the SHA-256 of the file.
+    """Write the averages after `step` updates to a file, and return the file's SHA-256.
+
+    The write is atomic: a crash leaves no partial file.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -160,12 +162,12 @@ def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
 
 
 def list_snapshots(folder: Path) -> dict[int, Path]:
-    """List the snapshot files by number of updates, in ascending order."""
+    """Map the number of updates of each snapshot to its file, in ascending order."""
     return {int(f.stem[5:]): f for f in sorted(folder.glob("step-" + 9 * "[0-9]" + ".safetensors"))}
 
 
 def delete_snapshots_after(folder: Path, step: int) -> int:
-    """Delete snapshots of more than `step` updates, and return the number of deleted files."""
+    """Delete snapshots written after more than `step` updates. Return the number of files."""
     later = [file for number, file in list_snapshots(folder).items() if number > step]
     for file in later:
         file.unlink()
@@ -175,28 +177,33 @@ def delete_snapshots_after(folder: Path, step: int) -> int:
 def reconstruct_average(
     folder: Path, width: float, step: int, last: Averages, hashes: Mapping[int, str]
 ) -> dict[str, Tensor]:
-    """Reconstruct the average of a relative width after `step` updates, by parameter name.
+    """Reconstruct the average with a given relative width after `step` updates.
 
-    The result is a linear combination of averages of other widths at that step and in earlier
-    snapshots.
+    The result is a linear combination of averages with other widths, after `step` updates and in
+    earlier snapshots.
 
     Args:
         folder: folder of the snapshots.
-        width: relative width of the average.
+        width: relative width of the average to reconstruct.
         step: number of updates.
-        last: averages of other widths at that step.
+        last: averages with other widths after `step` updates.
         hashes: SHA-256 of the run's snapshots, by number of updates.
 
+    Returns:
+        The average by parameter name.
+
     Raises:
-        ValueError: if the width is invalid or cannot be reconstructed. Also if a snapshot is
-            damaged, or belongs to a different run or to different weights.
+        ValueError: if the width is invalid or cannot be reconstructed, or if a snapshot is damaged
+            or belongs to a different run or to different weights.
+
+    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 3.2.
     """
     files = {number: file for number, file in list_snapshots(folder).items() if number < step}
     for number, file in files.items():
         if hashes.get(number) != sha256(check_regular(file).read_bytes()).hexdigest():
             raise ValueError(
-                f"{file} is not the snapshot that the run of the checkpoint took at step {number}: "
-                "it is damaged, or of another run. Delete it, or restore the right file."
+                f"{file} is not the snapshot that the checkpoint's run wrote at step {number}: it "
+                "is damaged, or belongs to another run. Delete it, or restore the right file."
             )
     sources = [(number, w) for number, file in files.items() for w in _read_widths(file)]
     sources += [(step, w) for w in last]
@@ -206,12 +213,12 @@ def reconstruct_average(
         raise ValueError(
             f"the width {width:g} at step {step} cannot be reconstructed from {len(files)} "
             f"snapshots in {folder}: the error of the nearest profile is {distance:.0%}, above "
-            f"{MAX_PROFILE_ERROR:.0%}. Choose a width nearer to those of the run "
+            f"{MAX_PROFILE_ERROR:.0%}. Choose a width nearer to a width of the run "
             f"({', '.join(map('{:g}'.format, last))}), or train with more snapshots: "
             "PowerEMA(snapshot_every_n_steps=...)."
         )
     reference = next(iter(last.values()))
-    # Sum in float64, because factors may be large and of both signs.
+    # Sum in float64, because factors may be large and have both signs.
     total = {
         name: torch.zeros(value.shape, dtype=torch.promote_types(value.dtype, torch.float64))
         for name, value in reference.items()
@@ -220,9 +227,9 @@ def reconstruct_average(
         average = last[w] if number == step else _read_average(files[number], w)
         if _shapes(average) != _shapes(total):
             raise ValueError(
-                f"{files.get(number, 'the checkpoint')} holds averages of width {w:g} of "
-                f"other weights than the checkpoint of width {next(iter(last)):g}; delete the "
-                "snapshots from before this change."
+                f"{files.get(number, 'the checkpoint')} holds averages of width {w:g} for "
+                f"weights that differ from those of width {next(iter(last)):g} in the checkpoint; "
+                "delete the snapshots from before this change."
             )
         for name, value in average.items():
             total[name] += factor * value.to(total[name])

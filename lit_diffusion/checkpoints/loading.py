@@ -1,4 +1,4 @@
-"""Load modules with the weights of a checkpoint."""
+"""Build modules from checkpoints, and load weights into modules."""
 
 import os
 import re
@@ -40,9 +40,9 @@ class LoadedModule(NamedTuple):
     Attributes:
         module: the module.
         path: path of the checkpoint.
-        step: optimizer steps of the checkpoint.
+        step: number of optimizer steps after which the checkpoint was written.
         weights: name of the loaded weights: "raw", "ema_<decay>" or "power_<width>".
-        checkpoint: content of the file.
+        checkpoint: content of the checkpoint.
     """
 
     module: LightningModule
@@ -62,27 +62,28 @@ def load(
     """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: one of four sources. It can be a checkpoint file, or a run folder, from which
-            checkpoints/last.ckpt is loaded. It can also be a folder that `convert export` has
-            written, or the name of a model in the package, "digits" or "mnist". A file or folder
-            with the name of a model takes precedence.
+        path: where to load from. There are four possibilities: a checkpoint; a run folder, which
+            means its checkpoints/last.ckpt; a folder written by `lit-diffusion convert export`; or
+            "digits" or "mnist", the models in this package. If a file or folder named "digits" or
+            "mnist" exists, it takes precedence.
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
-            specific average, or "power_<width>" for an average of PowerEMA, which may be
-            reconstructed from snapshots. An exported folder has one set of weights.
-        module: module into which the weights are loaded. If the weights do not fit, the module is
-            unchanged. With None, the module is built from the class paths in the file. Files of
-            modules that were built in Python have no class paths.
-        trust: packages that these class paths may name, in addition to `config.trust.TRUSTED`. You
-            can also list folders that the module's codec may read if no config in the run folder
-            names them. A folder must contain a "/".
+            specific average, or "power_<width>" for an average of `PowerEMA`, which may be
+            reconstructed from snapshots. An exported folder has only one set of weights.
+        module: module into which to load the weights. If the weights do not fit, it is unchanged.
+            If None, the module is built from the class paths in the checkpoint. A checkpoint of a
+            module that was built in Python has no class paths, and needs this argument.
+        trust: names of packages from which classes may be built, in addition to
+            `config.trust.TRUSTED`. You can also list folders that the module's codec may read,
+            which is necessary if only the checkpoint names the folder, and no config in the run
+            folder does. An entry with a "/" is a folder.
 
     Returns:
         The module. A DiffusionModule is ready for `generate`.
 
     Raises:
-        FileNotFoundError: if there is no file.
-        ValueError: if the file is damaged, contains code, has a different architecture, or does not
-            have the weights.
+        FileNotFoundError: if there is no checkpoint at `path`.
+        ValueError: if the checkpoint is damaged, contains code, has a different architecture, or
+            does not have the requested weights.
 
     Example:
         >>> images = load("digits").generate(range(4))  # seed s gives class s % 10
@@ -100,7 +101,9 @@ def load_module(
     module: LightningModule | None = None,
     trust: Iterable[str] = (),
 ) -> LoadedModule:
-    """Load a module together with its checkpoint. The function takes the arguments of `load`.
+    """Load a module, and return it together with the content of its checkpoint.
+
+    The arguments are the same as in `load`.
 
     Example:
         >>> loaded = load_module("runs/digits", weights="raw")  # doctest: +SKIP
@@ -112,7 +115,7 @@ def load_module(
     if find_model(name) and not path.exists():
         raise FileNotFoundError(
             f"There is no checkpoint at {path}. The folder {name} here hides the packaged model of "
-            "that name; rename the folder, or work in another one."
+            "the same name; rename the folder, or work in another one."
         )
     exported = is_exported(path)
     if exported:
@@ -125,8 +128,8 @@ def load_module(
             if not find_model(name):
                 raise
             raise ValueError(
-                f"{error} The file {name} here hides the packaged model of that name; rename the "
-                "file, or work in another folder."
+                f"{error} The file {name} here hides the packaged model of the same name; rename "
+                "the file, or work in another folder."
             ) from None
     if module is None:
         with limit_parameters(checkpoint["state_dict"]):
@@ -135,12 +138,12 @@ def load_module(
     step = int(checkpoint.get("global_step", 0))
     if not exported:
         name, averages = select_weights(checkpoint, weights, path)
-    # A shared parameter has several names in a state_dict, but one average, by its first name.
+    # A shared parameter has several names in a state_dict, but only one average, under the first.
     parameters = module.state_dict(keep_vars=True)
     by_identity = {id(parameters[n]): value for n, value in averages.items() if n in parameters}
     shared = {n: by_identity[id(p)] for n, p in parameters.items() if id(p) in by_identity}
     state = strip_compile_prefix(checkpoint["state_dict"])
-    if exported:  # without the weights of the loss, which only training needs
+    if exported:  # an export lacks the weights of the loss, which only training needs
         state = {n: p.detach() for n, p in parameters.items() if n.startswith("loss.")} | state
     load_state(module, {**state, **averages, **shared}, path)
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
@@ -148,19 +151,21 @@ def load_module(
 
 
 def _read_export(folder: Path, weights: str) -> tuple[Checkpoint, str]:
-    """Read and check an exported folder as a checkpoint. Also return the name of its weights."""
+    """Read an exported folder as a checkpoint, and return it with the name of its weights."""
     checkpoint, name = read_as_checkpoint(folder)
     try:
         check_content(checkpoint)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{folder} is no export of a run: {error}.") from None
+        raise ValueError(f"{folder} is not an exported network: {error}.") from None
     if weights not in (name, name.partition("_")[0]):
         raise ValueError(f"{folder} has no weights {weights!r}; it has {name}.")
     return checkpoint, name
 
 
 def split_weights_suffix(source: str) -> tuple[str, str | None]:
-    """Split "CKPT:ema_0.99" (or ":ema", ":raw", ":power_0.05") into path and weights name.
+    """Split "PATH:WEIGHTS" into the path and the name of the weights, or None without a name.
+
+    WEIGHTS is "raw", "ema", "ema_<decay>" or "power_<width>".
 
     Example:
         >>> split_weights_suffix("runs/digits:ema_0.99"), split_weights_suffix("runs/digits")
@@ -173,9 +178,9 @@ def split_weights_suffix(source: str) -> tuple[str, str | None]:
 def checkpoint_file(path: str | Path) -> Path:
     """Find the file or folder from which to load.
 
-    Returns:
-        For a run folder, its checkpoints/last.ckpt. If `path` is the name of a model in the package
-        and nothing exists at `path`, the folder of this model. Otherwise, `path` itself.
+    A run folder gives its checkpoints/last.ckpt. The name of a model in the package gives the
+    folder of this model, unless a file or folder with this name exists. Any other path is returned
+    as it is.
 
     Example:
         >>> str(checkpoint_file("epoch-3.ckpt"))
@@ -193,16 +198,21 @@ def checkpoint_file(path: str | Path) -> Path:
 def build_module(
     checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()
 ) -> LightningModule:
-    """Build the module that a checkpoint describes by class paths, with initial weights.
+    """Build the module that the class paths in a checkpoint describe, with initial weights.
+
+    Args:
+        checkpoint: content of the checkpoint.
+        path: path of the checkpoint.
+        trust: packages and folders to trust, as in `load`.
 
     Raises:
-        ValueError: if the checkpoint has no class paths, a class cannot be built, or a setting
-            names a file that would be read as settings.
+        ValueError: if the checkpoint has no class paths, if a class cannot be built, or if an
+            argument is the path of a file from which further arguments would be read.
     """
     spec = model_spec(checkpoint)
     if spec is None:
         raise ValueError(
-            f"{path} does not say how its module was built, because it was built in Python; build "
+            f"{path} does not describe its module, because the module was built in Python; build "
             "the module and call load(path, module=...)."
         )
     refuse_files(spec, Path(path))
@@ -221,20 +231,22 @@ def instantiate(
     key: str = "object",
     check: Callable[[Any], None] = lambda config: None,
 ) -> Any:
-    """Build the object that class paths and arguments in files describe.
+    """Build an object from class paths and arguments that come from files.
 
     Args:
-        specs: dictionaries with "class_path" and "init_args", or names of classes. Each entry
-            overrides parts of the earlier entries.
-        base: class of which the object must be an instance.
-        trust: packages that class paths may name, in addition to `config.trust.TRUSTED`.
+        specs: descriptions of the object, each of which is a dictionary with "class_path" and
+            "init_args", or the name of a class. A later description overrides parts of earlier
+            ones.
+        base: class or protocol of which the object must be an instance.
+        trust: packages from which classes may be built, in addition to `config.trust.TRUSTED`.
         path: path of the file, for error messages.
-        options: overrides of the specs, such as --data.init_args.NAME=VALUE.
-        key: name of the object in the options and in error messages.
-        check: function that is called with the parsed spec before anything is built.
+        options: command-line options that override the descriptions, such as
+            `--data.init_args.NAME=VALUE`.
+        key: name of the object in options and error messages, such as "data" in this option.
+        check: function that is called with the parsed description before anything is built.
 
     Raises:
-        ValueError: if the spec is invalid, or `check` or the class raises an error.
+        ValueError: if the descriptions are invalid, or if `check` or a constructor raises an error.
 
     Example:
         >>> from lit_diffusion.protocols import Process
@@ -255,7 +267,7 @@ def instantiate(
             return parser.instantiate(config)[key]
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {explain_parse_error(error)}") from error
-        except Exception as error:  # a constructor may raise anything
+        except Exception as error:  # a constructor may raise any exception
             cause = f"{type(error).__name__}: {first_line(error)}"
             paths = [spec.get("class_path") for spec in specs if isinstance(spec, Mapping)]
             name = [key, *filter(None, paths)][-1]
@@ -265,16 +277,18 @@ def instantiate(
 def check_codec_folder(
     model: Any, checkpoint: Path, trust: Iterable[str] = (), settings: Sequence[Any] = ()
 ) -> None:
-    """Raise ValueError if a model would read a codec's folder that only its checkpoint names.
+    """Raise ValueError if a model's codec would read a folder that the user has not approved.
 
-    A folder inside the checkpoint's run folder is allowed. A folder that a config in the run folder
-    names is allowed too.
+    A checkpoint from somebody else could make a codec read any folder. Therefore, the codec may
+    read only folders inside the run folder, folders in a config of the run folder, and folders in
+    `trust` and `settings`.
 
     Args:
-        model: parsed class path and arguments. A part of the model may have a codec, too.
-        checkpoint: path of the file.
-        trust: folders that may be read. Entries without a "/" are packages and are ignored.
-        settings: the user's own settings of the model, whose folders may be read.
+        model: parsed class paths and arguments of the model. Parts of the model may also have
+            codecs, which are checked too.
+        checkpoint: path of the checkpoint.
+        trust: folders that codecs may read. Entries without a "/" are packages and are ignored.
+        settings: the user's own settings of the model. Codecs may read the folders in them.
     """
     trusted = [{"folder": name} for name in trust if "/" in name]
     unnamed = _folders(model) - _folders([*settings, *trusted])
@@ -286,13 +300,13 @@ def check_codec_folder(
     if unnamed:
         folder = shlex.quote(min(unnamed))
         raise ValueError(
-            f"the checkpoint names the folder {folder} of its codec, but no config of its run "
-            f"does; if you trust the file, add --trust {folder}."
+            f"the checkpoint names the folder {folder} of its codec, but no config in its run "
+            f"folder does; if you trust the checkpoint, add --trust {folder}."
         )
 
 
 def _folders(settings: Any) -> set[str]:
-    """Absolute paths of the arguments `folder` in nested settings."""
+    """Return the absolute paths of all arguments named `folder` in nested settings."""
     if isinstance(settings, Namespace):
         settings = vars(settings)
     elif isinstance(settings, list | tuple):
@@ -306,9 +320,11 @@ def _folders(settings: Any) -> set[str]:
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
-    """Get "class_path" and "init_args" of the module in a checkpoint; None if it has none.
+    """Get "class_path" and "init_args" of the module in a checkpoint; None if there are none.
 
-    The key "datamodule_hyper_parameters" selects the data module instead.
+    Args:
+        checkpoint: content of the checkpoint.
+        key: "hyper_parameters" for the module, "datamodule_hyper_parameters" for the data module.
 
     Example:
         >>> model_spec({"state_dict": {}}) is None
@@ -321,7 +337,7 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
 
 
 def read_class_names(checkpoint: Checkpoint) -> list[str]:
-    """Read the names of the classes on which a model was trained, by label; [] if unknown."""
+    """Read the class names of a model's training data, in the order of labels; [] if unknown."""
     spec = model_spec(checkpoint, "datamodule_hyper_parameters") or {"class_path": ""}
     state = checkpoint.get(spec["class_path"].rpartition(".")[2], checkpoint)
     names = state.get("class_names") if isinstance(state, dict) else None
@@ -329,10 +345,15 @@ def read_class_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Load the weights `state`, which were read from `path`, into a module.
+    """Load a state_dict into a module.
+
+    Args:
+        module: the module.
+        state: the state_dict.
+        path: path from which the state_dict was read, for error messages.
 
     Raises:
-        ValueError: if the weights do not fit. The module is then unchanged, and the message names
+        ValueError: if the weights do not fit. The module is then unchanged, and the message lists
             the first three differences.
 
     Example:
@@ -349,33 +370,41 @@ def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str |
         module.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(
-            f"{path} is of another architecture: {list_mismatches(error)} "
-            "Use the config that it was trained with."
+            f"{path} has a different architecture: {list_mismatches(error)} "
+            "Use the config with which it was trained."
         ) from error
 
 
 class _WithoutCopying(TorchFunctionMode):
-    """Context in which `load_state_dict` only checks, with the hooks of all layers."""
+    """Context in which `load_state_dict` runs all its checks and hooks, but copies no weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.copy_ else func(*args, **(kwargs or {}))
 
 
 def list_mismatches(error: RuntimeError) -> str:
-    """Join the first three mismatches in an error of `load_state_dict` into one line."""
+    """Return the first three mismatches in an error of `load_state_dict` as one line."""
     return " ".join(line.strip()[:200] for line in str(error).split("\n")[1:4])
 
 
 def refuse_other_dtypes(
     module: LightningModule, state: Mapping[str, Any], path: str | Path | None
 ) -> None:
-    """Raise ValueError if torch would silently cast weights to a different kind of dtype."""
+    """Raise ValueError if torch would silently cast weights to a different kind of dtype.
+
+    The kinds are floating-point, complex, bool and integer.
+
+    Args:
+        module: the module.
+        state: state_dict to load into it.
+        path: path from which the state_dict was read, for error messages.
+    """
     for name, expected in module.state_dict().items():
         value = state.get(name)
         if not (isinstance(value, Tensor) and isinstance(expected, Tensor)):
             continue
         if number_kind(value) != number_kind(expected):
             raise ValueError(
-                f"{path} is of another architecture: {name} is {value.dtype} in the file, "
-                f"{expected.dtype} in the module. Use the config that it was trained with."
+                f"{path} has a different architecture: {name} is {value.dtype} in the file, "
+                f"{expected.dtype} in the module. Use the config with which it was trained."
             )

@@ -1,10 +1,12 @@
 """Read and validate checkpoints without running any code in them.
 
-A checkpoint has only tensors and plain builtins, so `torch.load(weights_only=True)` can read it.
-The raw weights are in `state_dict`, and the averages are in the state of the EMA callback. The
-class paths and arguments of the module are in `hyper_parameters`. `torch.load` runs no code, but it
-ignores the checksums that `torch.save` has written, and accepts any size and any structure. This
-file checks checksums, sizes and structure.
+A checkpoint contains only tensors and plain builtins, so `torch.load(weights_only=True)` can read
+it. The raw weights are in `state_dict`, and their averages are in the state of the EMA callback.
+The class paths and arguments of the module are in `hyper_parameters`.
+
+With `weights_only=True`, `torch.load` runs no code. However, it ignores the checksums that
+`torch.save` has written, and accepts any size and structure. Therefore, this file checks checksums,
+sizes and structure itself.
 """
 
 import pickle
@@ -26,7 +28,7 @@ from lit_diffusion.files import check_archive, check_regular, is_checkpoint_fold
 Checkpoint = dict[str, Any]
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-# entry: its type, and the type of its items or keys
+# name of an entry -> its type, and the type of its items (list) or keys (dict)
 _ENTRY_TYPES: dict[str, tuple[type[dict[Any, Any]] | type[list[Any]], type]] = {
     **dict.fromkeys(("state_dict", "callbacks", "loops", *_HYPER_PARAMETERS), (dict, str)),
     **dict.fromkeys(("optimizer_states", "lr_schedulers"), (list, dict)),
@@ -39,22 +41,24 @@ def read_checkpoint(
 ) -> Checkpoint:
     """Read a local checkpoint to the CPU without running any code in it.
 
-    Renamed classes and arguments get their current names.
+    If an earlier version of this package wrote the checkpoint, classes and arguments that have
+    been renamed since then get their current names.
 
     Args:
-        path: path of the file, or of a folder to which ranks have written their parts.
-        shapes_only: whether only the shapes of tensors are needed. If True, tensors of a file are
-            memory-mapped if its format allows it, and tensors of a folder are zeros that take no
-            memory.
-        parameters: split tensors by name, for a folder. Weights, averages and optimizer state with
-            these names are read with the same split, and the call is collective. None reads whole
-            tensors.
+        path: path of the checkpoint. It is a file, or a folder to which each rank has written its
+            shards of the tensors.
+        shapes_only: whether the caller needs only the shapes of tensors. If True, tensors of a file
+            are memory-mapped if the format of the file allows it. Tensors of a folder are zeros
+            that take no memory.
+        parameters: sharded parameters (DTensor) of the module, by name; only for folders. The
+            function then gives weights, averages and optimizer state of these parameters the same
+            sharding, and all ranks must call it. None reads whole tensors.
 
     Raises:
-        FileNotFoundError: if there is no file.
-        ValueError: if the file is truncated, is not a checkpoint, contains pickled code, or
-            contains only the part of one rank. Also if `path` is a folder without a checkpoint, or
-            if a save replaces the folder during the read. The message has the path and the reason.
+        FileNotFoundError: if there is nothing at `path`.
+        ValueError: if the file is damaged, is not a checkpoint, contains pickled code, or contains
+            only one rank's shard of a tensor. Also if `path` is a folder without a checkpoint, or
+            if the folder is replaced while it is read. The message gives the path and the reason.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -67,11 +71,11 @@ def read_checkpoint(
     is_folder = is_checkpoint_folder(path)
     if (path / "network.json").is_file():
         raise ValueError(
-            f"{path} is an exported network, which holds one set of weights and no state of a run; "
-            "name a checkpoint here."
+            f"{path} is an exported network, which contains one set of weights and no training "
+            "state; use a checkpoint instead."
         )
     if path.is_dir() and not is_folder:
-        raise ValueError(f"{path} is a folder; name the checkpoint file in it.")
+        raise ValueError(f"{path} is a folder, not a checkpoint; use a checkpoint file in it.")
     if not path.exists():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     file = path / "meta.pt" if is_folder else check_regular(path)
@@ -89,9 +93,9 @@ def read_checkpoint(
             checkpoint = sharded.fill(checkpoint, path, shapes_only, parameters)
     if is_folder and not is_ours:
         raise ValueError(
-            f"{path} is a folder that `lit-diffusion fit` has not written; convert it to a file by "
-            f"python -m lightning.fabric.utilities.consolidate_checkpoint {path}, or train with "
-            "ModelParallelStrategy(save_distributed_checkpoint=False)."
+            f"{path} is a folder that was not written by `lit-diffusion fit`; convert it to a file "
+            f"with python -m lightning.fabric.utilities.consolidate_checkpoint {path}, or train "
+            "with ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
     try:
         check_content(checkpoint)
@@ -99,8 +103,8 @@ def read_checkpoint(
         raise ValueError(f"{path} is not a training checkpoint: {error}.") from None
     if split_tensor:
         raise ValueError(
-            f"{path} holds one rank's part of a tensor ({split_tensor}) and not the whole, so it "
-            "cannot be used; save on all ranks with write_checkpoint, or with "
+            f"{path} holds one rank's part of a tensor ({split_tensor}) instead of the whole "
+            "tensor, so it cannot be used; save on all ranks with write_checkpoint, or with "
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
     return rename_checkpoint(checkpoint)
@@ -108,7 +112,10 @@ def read_checkpoint(
 
 @contextmanager
 def _explain_read_errors(path: Path) -> Iterator[None]:
-    """Context that raises a ValueError with path and reason, even if a folder changes meanwhile."""
+    """Context that turns any error into a ValueError with the path and the reason.
+
+    It also raises a ValueError if the folder was replaced while it was read.
+    """
 
     def version() -> tuple[int, int] | None:
         if not path.is_dir():
@@ -124,14 +131,17 @@ def _explain_read_errors(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # torch raises many types for a broken file
         reason = explain_unreadable(error)
-        if version() != before:  # the files that were read may be of two checkpoints
+        if version() != before:  # the files may be a mixture of the old and the new checkpoint
             reason = "was replaced by a later save while it was read; read it again."
-        # From None: torch advises to run the code in the file, which a traceback would show.
+        # "from None" hides the message of torch, which advises to run the code in the file.
         raise ValueError(f"{path} {reason}") from None
 
 
 def read_step(path: str | Path) -> int:
-    """Read the number of optimizer steps of a checkpoint without its tensors. -1 if unknown."""
+    """Read after how many optimizer steps a checkpoint was written; -1 if unknown.
+
+    The function does not read the tensors.
+    """
     try:
         file = Path(path) / "meta.pt" if is_checkpoint_folder(Path(path)) else Path(path)
         step = torch.load(check_regular(file), map_location="cpu", weights_only=True, mmap=True)[
@@ -143,10 +153,10 @@ def read_step(path: str | Path) -> int:
 
 
 def check_content(checkpoint: Any) -> None:
-    """Check that `checkpoint` has a state_dict and that its entries have the expected types.
+    """Check that a checkpoint has a state_dict, and that its entries have the expected types.
 
     Raises:
-        ValueError: if the check fails. The message has the reason, but not the file's name.
+        ValueError: if the check fails. The message gives the reason, and callers add the path.
 
     Example:
         >>> check_content({"state_dict": {"weight": torch.ones(2)}, "global_step": 5})
@@ -156,33 +166,33 @@ def check_content(checkpoint: Any) -> None:
     for name, (container, item) in _ENTRY_TYPES.items():
         entry = checkpoint.get(name, container())
         if not isinstance(entry, container) or not all(isinstance(each, item) for each in entry):
-            raise ValueError(f"its '{name}' is {_describe(entry)}, as no run saves it")
+            raise ValueError(f"its '{name}' is {_describe(entry)}, which no run saves")
     for name in ("global_step", "epoch"):
         if not is_count(count := checkpoint.get(name, 0)):
-            raise ValueError(f"its '{name}' is {_describe(count)}, as no run saves it")
+            raise ValueError(f"its '{name}' is {_describe(count)}, which no run saves")
     for name in _HYPER_PARAMETERS:
         if "_class_path" in (settings := checkpoint.get(name, {})):
             _check_settings(settings, name)
     _check_progress(checkpoint.get("loops", {}))
     for name, value in checkpoint["state_dict"].items():
         if not (_is_dense_tensor(value) or name.endswith("_extra_state")):
-            raise ValueError(f"its weight {name} is no dense tensor, but {_describe(value)}")
+            raise ValueError(f"its weight {name} is not a dense tensor, but {_describe(value)}")
 
 
 def _check_settings(settings: Any, name: str) -> None:
-    """Raise ValueError unless these are plain builtins, and class paths at any depth are text."""
+    """Raise ValueError unless settings are plain builtins whose class paths and names are text."""
     if not is_plain(settings):
-        raise ValueError(f"its '{name}' must be plain builtins, and hold others")
+        raise ValueError(f"its '{name}' must contain only plain builtins")
     if isinstance(settings, list | tuple):
         settings = dict(enumerate(settings))
     if isinstance(settings, dict) and None in settings:
-        raise ValueError(f"in its '{name}', names must be text, and are {list(settings)!r:.50}")
+        raise ValueError(f"in its '{name}', names must be text, got {list(settings)!r:.50}")
     for key, value in settings.items() if isinstance(settings, dict) else ():
         if key in ("class_path", "_class_path") and not isinstance(value, str):
-            raise ValueError(f"in its '{name}', {key} must name a class, and is {value!r:.50}")
+            raise ValueError(f"in its '{name}', {key} must name a class, got {value!r:.50}")
         names = list(value) if isinstance(value, dict) and key == "init_args" else []
         if not all(isinstance(each, str) for each in names):
-            raise ValueError(f"in its '{name}', init_args must have names, and are {value!r:.50}")
+            raise ValueError(f"in its '{name}', names of init_args must be text, got {value!r:.50}")
         _check_settings(value, name)
 
 
@@ -190,52 +200,52 @@ _COUNTS = ("ready", "started", "processed", "completed", "_batches_that_stepped"
 
 
 def _check_progress(loops: dict[Any, Any], in_progress: bool = False) -> None:
-    """Raise ValueError if the progress of the Trainer's loops holds anything but counts."""
+    """Raise ValueError if the state of the Trainer's loops has a progress that is not a count."""
     for name, value in loops.items():
         is_progress = in_progress or name in _COUNTS or str(name).endswith("progress")
         if name == "combined_loader" and isinstance(value, list | dict):
-            continue  # state of the user's loaders
+            continue  # state of the user's data loaders, of any type
         is_progress |= name == "combined_loader"
         if isinstance(value, dict) and name not in _COUNTS:
             _check_progress(value, is_progress)
         elif is_progress and not (is_count(value) or isinstance(value, bool)):
-            raise ValueError(f"in its 'loops', {name} must be a count, and is {value!r:.50}")
+            raise ValueError(f"in its 'loops', {name} must be a count, got {value!r:.50}")
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of {value.dtype}, {value.layout}, on {value.device}"
+        return f"a tensor with dtype {value.dtype} and layout {value.layout} on {value.device}"
     return f"{type(value).__name__} {value!r:.50}"
 
 
 def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Check that a run can be resumed from `checkpoint`, which needs more than the weights.
+    """Check that a checkpoint has all entries, besides the weights, that resuming a run needs.
 
     Raises:
-        ValueError: if entries are missing. The message names them.
+        ValueError: if entries are missing. The message lists them.
     """
     if missing := [name for name in _RUN_ENTRIES if name not in checkpoint]:
         raise ValueError(
-            f"{path} holds no {', '.join(missing)}, so no run can be resumed from it; resume from "
-            "a checkpoint that was saved in training, with more than the weights."
+            f"{path} has no {', '.join(missing)}, so no run can be resumed from it; resume from a "
+            "checkpoint that was saved during training and contains more than the weights."
         )
 
 
 @contextmanager
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which a module cannot have far more parameters than a state_dict.
+    """Context in which building a module with far more parameters than a state_dict fails.
 
-    A file specifies its network, and a malicious one might need more memory than the machine has.
-    Parameters are counted when they are registered, before they are initialized.
+    A checkpoint describes its network, and a malicious description could need more memory than the
+    machine has. The context counts parameters when a module registers them.
 
     Args:
-        state: the state_dict in the file.
+        state: the state_dict of the checkpoint.
 
     Raises:
-        ValueError: when a parameter is registered that exceeds the limit.
+        ValueError: when a module registers a parameter that exceeds the limit.
     """
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    # The limits are loose, because parametrizations and replaced layers register more than once.
+    # The limits are loose, because parametrizations and replaced layers register parameters again.
     max_tensors = 1000 + 4 * len(tensors)
     max_numbers = 10**6 + 4 * sum(value.numel() for value in tensors)
     num_tensors = num_numbers = 0
@@ -246,8 +256,8 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
         num_numbers += 0 if parameter is None else parameter.numel()
         if num_tensors > max_tensors or num_numbers > max_numbers:
             raise ValueError(
-                f"the network that it describes has far more parameters than its {len(tensors)} "
-                "weights."
+                f"the network that the checkpoint describes has far more parameters than its "
+                f"{len(tensors)} weights."
             )
 
     handle = register_module_parameter_registration_hook(count)
@@ -258,7 +268,7 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is an int (not a bool) in `[0, 2**63)`.
+    """Return whether a value is an int (not a bool) in `[0, 2**63)`.
 
     Example:
         >>> is_count(3), is_count(-1), is_count(True)
@@ -268,7 +278,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is None, bool, int, float, str, or a dict, list or tuple of these.
+    """Return whether a value is None, bool, int, float, str, or a dict, list or tuple of these.
 
     Example:
         >>> is_plain({"lr": 0.1, "betas": (0.9, 0.999)}), is_plain(print)
@@ -282,7 +292,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_dense_tensor(value: Any) -> bool:
-    """Whether a value is a tensor that can be copied into a parameter."""
+    """Return whether a value is a tensor that can be copied into a parameter."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
@@ -291,7 +301,9 @@ def _is_dense_tensor(value: Any) -> bool:
 
 
 def number_kind(tensor: Tensor) -> tuple[bool, bool, bool]:
-    """Kind of a dtype: (is float, is complex, is bool). torch silently casts between kinds.
+    """Return the kind of a tensor's dtype as (is floating-point, is complex, is bool).
+
+    The kind matters because `load_state_dict` silently casts weights from one kind to another.
 
     Example:
         >>> number_kind(torch.ones(1))
@@ -301,7 +313,7 @@ def number_kind(tensor: Tensor) -> tuple[bool, bool, bool]:
 
 
 def strip_compile_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefix that torch.compile adds to names in a state_dict.
+    """Remove the prefix `_orig_mod.` that torch.compile adds to names in a state_dict.
 
     Example:
         >>> strip_compile_prefix({"network._orig_mod.weight": torch.ones(1)})
@@ -311,27 +323,31 @@ def strip_compile_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def explain_unreadable(error: Exception) -> str:
-    """Explain an error of torch.load, because its message advises users to run code in the file."""
+    """Explain an error of torch.load in a clause that follows the name of the file.
+
+    The original message is not shown, because it advises users to run the code in the file.
+    """
     message = str(error)
     if pickled := re.search(r"GLOBAL ([\w.]+)", message):
         return (
-            f"holds pickled code ({pickled[1]}), which is never run; only tensors and plain "
-            "builtins are read."
+            f"contains pickled code ({pickled[1]}), which is never run; a checkpoint may contain "
+            "only tensors and plain builtins."
         )
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in message:
         return (
-            "may hold pickled code, which is never run, or is damaged or no checkpoint; only "
-            "tensors and plain builtins are read, in the format that torch.save writes by default."
+            "may contain pickled code, which is never run, or is damaged or not a checkpoint; a "
+            "checkpoint may contain only tensors and plain builtins, in the default format of "
+            "torch.save."
         )
     reason = "" if isinstance(error, KeyError) else f" ({first_line(error)})"  # an unknown opcode
     return (
-        f"is truncated, damaged or no checkpoint{reason}; name the .ckpt file of a run "
+        f"is truncated, damaged or not a checkpoint{reason}; use the .ckpt file of a run "
         "(RUN/checkpoints/last.ckpt), or copy it again."
     )
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message without the full stop. If it is empty, the error's type.
+    """Return the first line of an error's message without its period, or else the error's type.
 
     Example:
         >>> first_line(ValueError("lr must be > 0."))

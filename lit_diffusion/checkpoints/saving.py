@@ -24,11 +24,12 @@ from lit_diffusion.signals import defer_signals
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoint files atomically, and reads them without running code.
+    """Lightning plugin that writes checkpoints atomically, and reads them without running code.
 
-    A save writes a temporary file in the same folder, syncs it to the disk and renames it.
-    Therefore the previous checkpoint survives a full disk or a crash. Files and URLs are always
-    loaded with `weights_only=True`. Remote paths are written by Lightning's default method.
+    To save, the plugin writes a temporary file in the same folder, syncs it to the disk and renames
+    it. Therefore, the previous checkpoint survives a full disk or a crash. URLs are an exception,
+    because Lightning's default method writes them. Files and URLs are always loaded with
+    `weights_only=True`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -38,12 +39,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write `checkpoint` to `path`. On an error, an existing file is not changed.
+        """Write `checkpoint` to `path`. If this fails, an existing file stays as it was.
 
         Raises:
             OSError: if the file cannot be written.
-            TypeError: if the content cannot be loaded with `weights_only=True`, or holds sharded
-                tensors (DTensor), which a single rank cannot gather.
+            TypeError: if the content could not be loaded with `weights_only=True`, or if it
+                contains sharded tensors (DTensor), which a single rank cannot gather.
         """
         plain = plain_checkpoint(checkpoint)
         if "://" in str(path):
@@ -66,9 +67,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Write a checkpoint to a local path atomically, like `AtomicCheckpointIO`.
 
-    If `fully_shard` has sharded the tensors, all ranks must call this. The first rank writes whole
-    tensors, and the others do not wait for the file. To load the weights with any number of ranks,
-    call `torch.distributed.checkpoint.state_dict.set_model_state_dict` with `full_state_dict=True`.
+    If the checkpoint contains tensors that `fully_shard` has sharded, all ranks must call this
+    function. It gathers the tensors, and the first rank writes them. The other ranks return without
+    waiting for the file. To load the weights with any number of ranks, call
+    `torch.distributed.checkpoint.state_dict.set_model_state_dict` with
+    `StateDictOptions(full_state_dict=True)`.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -83,7 +86,12 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 
 def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint without hyperparameters that need pickle, such as objects.
+    """Return a checkpoint without hyperparameters that are not plain builtins.
+
+    Such hyperparameters, for example functions, would have to be pickled.
+
+    Raises:
+        TypeError: if the checkpoint contains a sharded tensor (DTensor).
 
     Example:
         >>> plain_checkpoint({"state_dict": {}, "hyper_parameters": {"network": print}})
@@ -91,8 +99,8 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """
     if split_tensor := find_dtensor(checkpoint):
         raise TypeError(
-            f"a checkpoint must hold whole tensors, and {split_tensor!r} is one rank's part of "
-            "one; save with write_checkpoint on all ranks, which gathers it, or with "
+            f"a checkpoint must contain whole tensors, but {split_tensor!r} is one rank's part of "
+            "a tensor; save with write_checkpoint on all ranks, which gathers the tensor, or with "
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
     plain = dict(checkpoint)
@@ -104,7 +112,7 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(checkpoint: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A folder at this path is intact until the new file is whole.
+    # If the path is a folder, write the file next to it, so that the folder stays until the end.
     target = path.with_name(f".{path.name}.file") if is_checkpoint_folder(path) else path
     with explain_write_errors(path), defer_signals():
         save_plain(checkpoint, target)
@@ -113,25 +121,26 @@ def _write(checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def save_plain(checkpoint: dict[str, Any], path: Path) -> None:
-    """Write a checkpoint to a path with `torch.save`, atomically. The path must not be a folder."""
-    # Write checksums even if torch is configured without them, to detect damaged files.
+    """Write a checkpoint with `torch.save`, atomically, to a path that is not a folder."""
+    # Write checksums even if torch is configured without them, so that damage can be detected.
     with (
         atomic_write(path) as file,
         config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
     ):
         torch.save(checkpoint, file)
-        # Detect content that cannot be loaded now, at the first save, and not when a run resumes.
+        # Find content that cannot be loaded at the first save, not when a run resumes.
         file.seek(0)
         if classes := get_unsafe_globals_in_checkpoint(file):
             raise TypeError(
-                f"a checkpoint must hold tensors and plain builtins, got {', '.join(classes)};"
-                " convert it in the state_dict() of the callback or module that it belongs to."
+                "a checkpoint must contain only tensors and plain builtins, got "
+                f"{', '.join(classes)}; convert these objects in the state_dict() of their "
+                "callback or module."
             )
 
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Context whose OSErrors name the checkpoint and the free space on its disk."""
+    """Context that turns write errors into OSErrors with the path and the free disk space."""
     try:
         yield
     except (OSError, RuntimeError) as error:

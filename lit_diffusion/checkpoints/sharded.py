@@ -1,10 +1,11 @@
-"""Checkpoints that are folders, to which each rank writes its parts of the split tensors.
+"""Checkpoints that are folders, to which each rank writes its shards of the tensors.
 
-The folder's meta.pt is the checkpoint, but its split tensors are on the meta device and have no
-data. The data are in files of torch.distributed.checkpoint. In these files, the name of a tensor is
-its path in the checkpoint, such as "state_dict.network.final.weight". The file `.metadata` lists
-the tensors. It is a pickle, but it is read without running any code in it, and its content is
-checked.
+The file meta.pt in the folder contains the checkpoint. Its sharded tensors are replaced by tensors
+on the meta device, which have no data. The data are in files of torch.distributed.checkpoint, where
+the name of a tensor is its path in the checkpoint, such as "state_dict.network.final.weight".
+
+The file `.metadata` lists the sharded tensors and where their data are. It is a pickle, but this
+module reads it without running any code in it, and checks its content.
 """
 
 import errno
@@ -53,19 +54,20 @@ from lit_diffusion.files import (
 from lit_diffusion.signals import defer_signals
 
 Keys = tuple[Any, ...]
-"""Keys and indices that lead to a tensor in a checkpoint."""
+"""Path of a tensor in a checkpoint: keys of dictionaries, and indices of lists."""
 
 
 class AtomicModelParallelStrategy(ModelParallelStrategy):
-    """ModelParallelStrategy whose checkpoints are written atomically and read without running code.
+    """ModelParallelStrategy that writes checkpoints atomically and reads them without running code.
 
-    `lit-diffusion fit` uses this class in place of Lightning's strategy. Both take the same
-    arguments. With `save_distributed_checkpoint=True`, a checkpoint is a folder. Each rank then
-    writes and reads only its parts of weights, averages and optimizer state. A folder can be loaded
-    with any number of ranks, and with any strategy.
+    `lit-diffusion fit` uses this class instead of Lightning's ModelParallelStrategy. The arguments
+    are the same. With `save_distributed_checkpoint=True`, a checkpoint is a folder, and each rank
+    writes and reads only its shards of weights, averages and optimizer state. A run with any number
+    of ranks, and with any strategy, can load such a folder.
 
     Attributes:
-        saves_split_tensors: whether callbacks may have split tensors in their state, on all ranks.
+        saves_split_tensors: whether callbacks may return sharded tensors (DTensor) in their state,
+            which all ranks then save together.
 
     Example:
         >>> AtomicModelParallelStrategy(save_distributed_checkpoint=True).saves_split_tensors
@@ -79,16 +81,19 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a folder, or one file from rank 0. On an error, an old checkpoint is unchanged."""
+        """Write a folder from all ranks, or a file from rank 0.
+
+        If this fails, an existing checkpoint at the path stays as it was.
+        """
         if self.saves_split_tensors:
             write_folder(checkpoint, Path(self.broadcast(filepath)))
-        elif self.global_rank == 0:  # Lightning would delete a folder there first
+        elif self.global_rank == 0:  # Lightning would first delete a folder at this path
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load weights and optimizer state. Each rank reads its parts of a folder."""
+        """Load weights and optimizer state. From a folder, each rank reads only its shards."""
         path = Path(self.broadcast(checkpoint_path))
         if not is_checkpoint_folder(path):
             return super().load_checkpoint(path, weights_only=True)
@@ -108,11 +113,13 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
 
 
 def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint to a folder. Collective. On an error, an old checkpoint is unchanged.
+    """Write a checkpoint to a folder. All ranks must call this function.
+
+    If this fails, an existing checkpoint at the path stays as it was.
 
     Raises:
-        OSError: on all ranks, if one rank cannot write.
-        TypeError: if the content cannot be loaded with `weights_only=True`.
+        OSError: on all ranks, if any rank cannot write.
+        TypeError: if the content could not be loaded with `weights_only=True`.
     """
     split: dict[str, Tensor] = {}
     part = path.with_name(f".{path.name}.part")
@@ -125,7 +132,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
 
     def prepare() -> None:
         if path.is_dir() and not is_checkpoint_folder(path):
-            raise IsADirectoryError(errno.EISDIR, "a folder is there that is no checkpoint")
+            raise IsADirectoryError(errno.EISDIR, "the path is a folder that is not a checkpoint")
         remove(part)
         part.mkdir(parents=True)
 
@@ -144,7 +151,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 def _map_tensors(value: Any, function: Callable[[Keys, Tensor], Tensor], keys: Keys = ()) -> Any:
-    """Replace each tensor in nested dicts and lists by `function(keys, tensor)`."""
+    """Replace each tensor in nested dicts, lists and tuples by `function(keys, tensor)`."""
     if isinstance(value, Tensor):
         return function(keys, value)
     if isinstance(value, Mapping):
@@ -159,7 +166,7 @@ def _name(keys: Keys) -> str:
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
-    """The exception of the first rank that failed."""
+    """Return the exception of the lowest rank that failed."""
     return error.failures[min(error.failures)][0]
 
 
@@ -172,16 +179,17 @@ def fill(
     shapes_only: bool = False,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Add the data of split tensors to the checkpoint in the meta.pt of a folder, on the CPU.
+    """Replace the tensors without data in the checkpoint of meta.pt with their data, on the CPU.
 
-    If tensors are read whole, the result equals the checkpoint that a save to one file would write.
-    If the folder is damaged, errors may have any type.
+    If tensors are read whole, the result equals a checkpoint that was saved to a single file. If
+    the folder is damaged, the function may raise an error of any type.
 
     Args:
         checkpoint: content of meta.pt.
-        folder: the folder.
-        shapes_only: as in `read_checkpoint`.
-        parameters: as in `read_checkpoint`.
+        folder: folder of the checkpoint.
+        shapes_only: whether to return zeros that take no memory instead of the data.
+        parameters: sharded parameters (DTensor) by name, whose sharding weights, averages and
+            optimizer state get. All ranks must then call this function. None reads whole tensors.
     """
     reader = _Reader(folder)
     tensors: dict[str, Tensor] = {}
@@ -191,7 +199,9 @@ def fill(
             return tensor
         entry: Any = reader.metadata.state_dict_metadata.get(name := _name(keys))
         if entry is None or (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
-            raise ValueError(f"{folder / '.metadata'} lists no {name} as in meta.pt")
+            raise ValueError(
+                f"{folder / '.metadata'} does not list {name} with the shape and dtype in meta.pt"
+            )
         if shapes_only:
             return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         named = ((parameters or {}).get(key) for key in keys)
@@ -213,7 +223,7 @@ def fill(
 
 
 def _number_parameters(state: Any) -> Any:
-    """Optimizer state by the number of each parameter, as torch saves it, instead of by name."""
+    """Return optimizer state in which parameters have numbers, as torch saves it, not names."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
     groups = [
@@ -225,7 +235,7 @@ def _number_parameters(state: Any) -> Any:
 
 
 class _Place(NamedTuple):
-    """Position of the data of a part: file, offset and length."""
+    """Position of the data of a shard: file, offset and length in bytes."""
 
     relative_path: str
     offset: int
@@ -234,7 +244,7 @@ class _Place(NamedTuple):
 
 
 class _Reader(FileSystemReader):
-    """Reads the files of torch.distributed.checkpoint in a folder, after checks.
+    """Reader of the files of torch.distributed.checkpoint in a folder, which checks them first.
 
     Attributes:
         metadata: content of `.metadata`.
@@ -248,7 +258,7 @@ class _Reader(FileSystemReader):
         return self.metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """Open the file of a part and check its checksums, which torch.load ignores."""
+        """Read the data of a shard and check their checksums, which torch.load ignores."""
         part = io.BytesIO(super()._slice_file(file, sinfo).read())
         check_archive(part)
         part.seek(0)
@@ -267,11 +277,12 @@ _RECORDS = {
     "torch.serialization._get_layout",
     *("pathlib.PosixPath", "pathlib._local.PosixPath"),
 }
-"""What a `.metadata` of tensors names besides dtypes and shapes. None of it is called."""
+"""Classes and functions that a `.metadata` file names, besides dtypes and shapes. Each is replaced
+by a placeholder, so that none is called."""
 
 
 class _Record:
-    """Placeholder for an object of a class in `_RECORDS`, with its state in the pickle alone."""
+    """Placeholder for an object whose class is in `_RECORDS`. It only stores the pickled state."""
 
     def __init__(self, *_: Any) -> None:
         self.state: Any = None
@@ -281,14 +292,14 @@ class _Record:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Unpickler of a `.metadata` that runs no code that the file could choose.
+    """Unpickler of a `.metadata` file that runs no code of the file's choice.
 
-    The class extends the pure Python unpickler. The unpickler in C would allocate as many slots for
-    objects as a file asks for.
+    The class extends the unpickler in Python, because the unpickler in C would allocate as much
+    memory for objects as a file asks for.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        """A dtype, `torch.Size`, or a `_Record`."""
+        """Return a dtype, `torch.Size`, or the placeholder `_Record`."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if (path := f"{module}.{name}") == "torch.Size":
@@ -299,9 +310,9 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _read_metadata(folder: Path) -> Metadata:
-    """Read the content of `.metadata`, rebuilt from values of the right types.
+    """Read `.metadata`, and check that the files in the folder can contain the tensors it lists.
 
-    Errors may have any type if the files in the folder cannot hold the tensors.
+    If they cannot, the function may raise an error of any type.
     """
     with check_regular(folder / ".metadata").open("rb") as file:
         state = _Unpickler(file).load().state
@@ -318,22 +329,22 @@ def _read_metadata(folder: Path) -> Metadata:
         for chunk in entry.state["chunks"]:
             offsets, sizes = _shape(chunk.state["offsets"]), _shape(chunk.state["sizes"])
             limits = zip(offsets, sizes, size, strict=True)
-            _require(all(start + n <= end for start, n, end in limits), "parts of their tensors")
+            _require(all(start + n <= end for start, n, end in limits), "shards inside tensors")
             place = places[index := MetadataIndex(name, offsets)]
             file, offset, length = place["relative_path"], place["offset"], place["length"]
             is_part = type(file) is str and re.fullmatch(r"__\d+_\d+\.distcp", file)
-            _require(is_part and not place.get("transform_descriptors"), "files of parts")
+            _require(is_part and not place.get("transform_descriptors"), "plain .distcp files")
             file_sizes[file] = check_regular(folder / file).stat().st_size
-            _require(is_count(offset) and is_count(length), "places in files")
-            _require(offset + length <= file_sizes[file], "places in whole files")
-            _require(math.prod(sizes) * dtype.itemsize <= length, "parts with all their data")
+            _require(is_count(offset) and is_count(length), "offsets and lengths in bytes")
+            _require(offset + length <= file_sizes[file], "data inside files")
+            _require(math.prod(sizes) * dtype.itemsize <= length, "shards with all their data")
             storage[index] = _Place(file, offset, length)
             chunks.append(ChunkStorageMetadata(offsets, sizes))
         num = sum(math.prod(chunk.sizes) for chunk in chunks)
-        _require(num == math.prod(size), "tensors with all their parts")
+        _require(num == math.prod(size), "tensors with all their shards")
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
     stored = sum(place.length for place in storage.values())
-    _require(stored <= sum(file_sizes.values()), "each place once")
+    _require(stored <= sum(file_sizes.values()), "all data only once")
     return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
 
 

@@ -177,13 +177,15 @@ def test_a_folder_of_parts_is_refused_with_the_command_that_makes_a_file_of_it(s
     for path in (folder, tmp_path):
         with pytest.raises(ValueError, match=rf"consolidate_checkpoint {folder},"):
             load(path)
-    with pytest.raises(ValueError, match="is a folder; name the checkpoint file in it"):
+    with pytest.raises(
+        ValueError, match="is a folder, not a checkpoint; use a checkpoint file in it"
+    ):
         read_checkpoint(tmp_path)
 
 
 def test_what_does_not_fit_or_is_not_there_is_refused_by_name(file, tmp_path):
     first = r"size mismatch for network\.layers\.0\.weight: .*\[3, 2\].*\[5, 2\]"
-    match = rf"last\.ckpt is of another architecture: {first}.* Use the config that it was trained"
+    match = rf"last\.ckpt has a different architecture: {first}.* Use the config with which it was"
     module = tiny(width=5)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(ValueError, match=match):

@@ -25,7 +25,7 @@ from lit_diffusion.files import check_archive
 def test_a_truncated_file_is_refused_by_name(file, part):
     content = file.read_bytes()
     file.write_bytes(content[: int(part * len(content))])
-    with pytest.raises(ValueError, match=r"last\.ckpt is truncated, damaged or no checkpoint"):
+    with pytest.raises(ValueError, match=r"last\.ckpt is truncated, damaged or not a checkpoint"):
         read_checkpoint(file)
 
 
@@ -33,8 +33,8 @@ def pickled(content, path):
     path.write_bytes(pickle.dumps(content))
 
 
-NAMED = r"holds pickled code \((posix|nt)\.system\), which is never run"
-UNNAMED = "may hold pickled code, which is never run"
+NAMED = r"contains pickled code \((posix|nt)\.system\), which is never run"
+UNNAMED = "may contain pickled code, which is never run"
 
 
 @pytest.mark.parametrize(
@@ -148,16 +148,19 @@ def test_what_a_run_saves_is_let_through():
     ("changes", "message"),
     [
         ({"state_dict": {1: torch.zeros(2)}}, "its 'state_dict' is dict {1: tensor"),
-        ({"state_dict": {"w": "text"}}, "its weight w is no dense tensor, but str 'text'"),
+        ({"state_dict": {"w": "text"}}, "its weight w is not a dense tensor, but str 'text'"),
         ({"state_dict": {"w": torch.zeros(2, device="meta")}}, "on meta"),
         ({"callbacks": []}, "its 'callbacks' is list []"),
         ({"global_step": -1}, "its 'global_step' is int -1"),
         ({"global_step": 2**63}, "its 'global_step' is int 9223372036854775808"),
-        ({"loops": {"a_progress": {"ready": -2}}}, "ready must be a count, and is -2"),
+        ({"loops": {"a_progress": {"ready": -2}}}, "ready must be a count, got -2"),
         ({"loops": {"combined_loader": torch.zeros(2)}}, "combined_loader must be"),
         ({"loops": {"state_dict": {"_batches_that_stepped": {}}}}, "stepped must be a count"),
         ({"hyper_parameters": {"_class_path": "a", "b": [{"class_path": 1}]}}, "name a class"),
-        ({"hyper_parameters": {"_class_path": "a", "init_args": {1: 2}}}, "must have names"),
+        (
+            {"hyper_parameters": {"_class_path": "a", "init_args": {1: 2}}},
+            "names of init_args must be text",
+        ),
         ({"hyper_parameters": {"_class_path": "a", "b": {1: 2, None: 3}}}, "names must be text"),
         ({"hyper_parameters": {"_class_path": "a", "b": torch.zeros(1)}}, "plain builtins"),
     ],
@@ -171,7 +174,7 @@ def test_weights_alone_are_nothing_to_resume_from():
     whole = GOOD | {"epoch": 1, "lr_schedulers": []}
     check_resumable(whole, Path("a.ckpt"))
     del whole["loops"]
-    with pytest.raises(ValueError, match=r"a\.ckpt holds no loops, so no run can be resumed"):
+    with pytest.raises(ValueError, match=r"a\.ckpt has no loops, so no run can be resumed"):
         check_resumable(whole, Path("a.ckpt"))
 
 

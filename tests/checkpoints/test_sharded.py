@@ -107,7 +107,9 @@ def test_a_folder_that_a_run_replaces_meanwhile_is_not_read_half(
 def test_a_folder_of_other_files_is_not_replaced(split, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "results.txt").write_text("of weeks")
-    with pytest.raises(OSError, match=r"run could not be written.*: a folder .* no checkpoint\.$"):
+    with pytest.raises(
+        OSError, match=r"run could not be written.*: the path is .* not a checkpoint\.$"
+    ):
         write_folder(checkpoint_of(split), tmp_path / "run")
     (tmp_path / "part").mkdir()
     with pytest.raises(OSError, match="not empty"):
@@ -164,7 +166,7 @@ def confuse(metadata):
 
 
 HOSTILE = [
-    (lambda _: Code(), r"holds pickled code \(posix.mkdir\), which is never run"),
+    (lambda _: Code(), r"contains pickled code \(posix.mkdir\), which is never run"),
     (lambda m: setattr(m, "planner_data", Code()), "pickled code"),
     (lambda _: [torch.nn.Linear], "pickled code"),
     *[(lambda _, x=x: x, "damaged") for x in (1, {}, torch.float32, torch.Size([1]))],
@@ -193,7 +195,7 @@ def test_a_tensor_that_is_larger_than_its_file_is_refused_before_it_is_allocated
     weights["network.layers.0.weight"] = torch.empty(2**40, 2, device="meta")
     torch.save(checkpoint, folder / "meta.pt")
     for shapes_only in (False, True):
-        with pytest.raises(ValueError, match=r"damaged .*parts with all their data"):
+        with pytest.raises(ValueError, match=r"damaged .*shards with all their data"):
             read_checkpoint(folder, shapes_only=shapes_only)
 
 
