@@ -83,6 +83,12 @@ def clts_density(
     `gamma = clts_gamma(step, num_steps)`. It is uniform at step 0. From step `num_steps` on, it is
     the Gaussian.
 
+    The argument `normalize` selects how to mix the two densities. "truncate" first normalizes the
+    Gaussian over the bins, so that gamma is the fraction of samples from the Gaussian. "mix" adds
+    the Gaussian of Eq. 7 without this normalization, and then normalizes the sum. With "mix", the
+    fraction is smaller, because a part of the Gaussian is outside [0, 1]. With the default mean and
+    std, only 38% of the Gaussian is inside.
+
     Args:
         step: optimizer steps completed.
         num_steps: optimizer steps until the density is the Gaussian.
@@ -90,11 +96,7 @@ def clts_density(
         std: standard deviation of the Gaussian in units of u. The paper's sigma = T is std = 1.0.
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the result is the paper's
             density over the times t = 1, ..., T.
-        normalize: how to mix the two densities. "truncate" first normalizes the Gaussian over the
-            bins, so that the progress gamma is the fraction of samples from the Gaussian. "mix"
-            adds the Gaussian of Eq. 7 without this normalization, and then normalizes the sum. With
-            "mix", fewer samples are from the Gaussian, because a part of it is outside [0, 1]. With
-            the default mean and std, only 38% of the Gaussian is inside.
+        normalize: how to mix the Gaussian and the uniform density, "truncate" or "mix".
         device: device of the result.
 
     Returns:

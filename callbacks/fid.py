@@ -71,6 +71,14 @@ class FIDEvaluation(PeriodicEvaluation):
     - With `every_n_steps`, the FID goes to the loggers only. `ModelCheckpoint(monitor=...)` cannot
       use this FID, because ModelCheckpoint would rank the weights at a validation by an FID from an
       earlier step.
+    - Auxiliary metrics of the same samples are written to `evaluations.jsonl` under the key
+      `second_look`. They include the Frechet distances between samples and real images in pixels
+      and in the features of an untrained network. If `reference` is "train", they also include the
+      FID to held-out images. Each of these distances has a floor. Precision and recall are computed
+      in the extractor's features and in pixels.
+    - The last auxiliary metric, `memorized`, is the fraction of samples whose distance to the
+      nearest training image is at most the median of this distance for held-out images. It is about
+      0.5 for new images and 1 for copies.
     - If samples are not finite, the FID is NaN, a warning lists the seeds of these samples, and
       training continues.
     - `fast_dev_run` generates one sample and computes no FID.
@@ -99,14 +107,7 @@ class FIDEvaluation(PeriodicEvaluation):
             the batch that returns images (N, C, H, W). None uses the batch itself, its first part,
             or the one image tensor of a dictionary. Floats must have 256 levels over [0, 1] or
             [-1, 1]. If the data module implements `metrics.images.HasSplits`, `images` is not used.
-        auxiliary_metrics: whether to compute other metrics of the same samples. They are written to
-            `evaluations.jsonl` under the key `second_look`. They include the Frechet distances
-            between samples and real images in pixels and in the features of an untrained network.
-            If `reference` is "train", they also include the FID to held-out images. Each of these
-            distances has a floor. Precision and recall are computed in the extractor's features and
-            in pixels. The metric `memorized` is the fraction of samples that are nearer to a
-            training image than the median held-out image is. This fraction is about 0.5 for new
-            images and 1 for copies.
+        auxiliary_metrics: whether to compute the auxiliary metrics.
 
     Raises:
         ValueError: if an argument is invalid, or, at the start of a run, if no callback provides

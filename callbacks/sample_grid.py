@@ -56,8 +56,9 @@ class SampleGrid(PeriodicEvaluation):
       At most 256 MB of training images are compared, evenly spaced over the data set. If no
       training images of the samples' shape are available, this grid is omitted and a message is
       printed once.
-    - `val/memorized` is a metric that is logged with the second grid. It is the fraction of samples
-      that are nearer to a training image than the median held-out image is. The fraction is about
+    - `val/memorized` is a metric that is logged with the second grid. To compute it, the distance
+      to the nearest training image is measured for each sample and for held-out images. The metric
+      is the fraction of samples with at most the median distance of held-out images. It is about
       0.5 for new images and 1 for copies.
 
     Every rank generates all samples. The states of the random generators are restored afterwards.
