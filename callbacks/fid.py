@@ -58,10 +58,10 @@ class FIDEvaluation(PeriodicEvaluation):
       precision, and with the weights that `weights` names. The extractor computes in float32. The
       evaluation does not change the training.
     - Metrics: the callback logs the FID as `val/fid_<num_samples>` and its floor as
-      `val/fid_<num_samples>_floor`. The floor is the FID of real images instead of samples. It is
-      computed with the same number of images and the same labels. If the data have a test split,
-      `trainer.test` logs `test/fid_<num_samples>`. If `weights` is not "ema", the metric names
-      contain the name of the weights.
+      `val/fid_<num_samples>_floor`. The floor is the FID of real images instead of samples. If the
+      data have enough images, there are as many real images as samples, with the same labels. If
+      the data have a test split, `trainer.test` logs `test/fid_<num_samples>`. If `weights` is not
+      "ema", the metric names contain the name of the weights.
     - Files: each evaluation appends one line to `evaluations.jsonl` in the run folder. The line has
       the FID and all settings under which it was computed. The checkpoint with the best FID is
       `checkpoints/best-fid.ckpt` in the same folder.
