@@ -1,9 +1,9 @@
 """Read averages of weights (EMA) from checkpoints and snapshots, and write snapshots.
 
-The file callbacks/ema.py describes the state of `EMA` in a checkpoint. The state of `PowerEMA` has
-an additional entry "snapshots": {int: str}. It maps the number of updates, at which `PowerEMA`
-wrote its averages to a snapshot file, to the SHA-256 of this file. From snapshots, this module
-reconstructs averages with other widths than those of `PowerEMA`.
+The file callbacks/ema.py describes the state of `EMA` in a checkpoint. During training, `PowerEMA`
+also writes snapshots, which are files with its averages. Its state in a checkpoint has an
+additional entry "snapshots": {number of updates: SHA-256 of the snapshot}. From snapshots, this
+module reconstructs averages with widths that `PowerEMA` did not compute.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def select_weights(
     Args:
         checkpoint: content of the checkpoint.
         weights: "raw", "ema" for the first average, or the name of an average. If the run used
-            `PowerEMA`, "power_<width>" may have any width that snapshots allow to reconstruct.
+            `PowerEMA`, "power_<width>" with any width that can be reconstructed from snapshots.
         path: path of the checkpoint. Snapshots are read from its run folder.
 
     Returns:
@@ -167,7 +167,7 @@ def list_snapshots(folder: Path) -> dict[int, Path]:
 
 
 def delete_snapshots_after(folder: Path, step: int) -> int:
-    """Delete snapshots written after more than `step` updates. Return the number of files."""
+    """Delete snapshots of more than `step` updates, and return the number of deleted files."""
     later = [file for number, file in list_snapshots(folder).items() if number > step]
     for file in later:
         file.unlink()

@@ -233,7 +233,7 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which building a module with far more parameters than a state_dict fails.
+    """Context that stops the construction of a module with far more parameters than a state_dict.
 
     A checkpoint describes its network, and a malicious description could need more memory than the
     machine has. The context counts parameters when a module registers them.

@@ -41,7 +41,7 @@ FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorize
 
 @dataclass(frozen=True)
 class FeatureComparison:
-    """What one Frechet distance needs: a feature extractor, and statistics of real images.
+    """Inputs of a Frechet distance besides the samples: feature extractor and reference statistics.
 
     Attributes:
         name: name of the metric; "" for the FID itself.

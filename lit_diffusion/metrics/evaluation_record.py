@@ -40,7 +40,7 @@ class FIDRecord:
         num_real: number of reference images.
         reference: split or path of the reference images.
         data: fingerprint of the reference images' pixels.
-        protocol: name of the FID protocol, which includes the feature extractor.
+        protocol: name of the FID protocol, such as "inception-v3-compat".
         extractor_sha256: SHA-256 of the extractor's weights.
         resize: description of how images are resized before the extractor.
         weights: name of the weights that generated the samples, such as "ema" or "raw".
@@ -87,8 +87,8 @@ class FIDRecord:
 def is_repeat(record: Mapping[str, Any]) -> bool:
     """Return whether a record evaluates a step again, with different samples.
 
-    Such a record shows how much the FID depends on the samples. The curve of FID over training
-    leaves it out.
+    Such a record shows how much the FID depends on the samples. It is not a point of the curve of
+    FID over training steps.
 
     Example:
         >>> is_repeat({"seeds": [360, 720]})
@@ -110,9 +110,9 @@ def finite_or_none(value: float) -> float | None:
 def write_evaluation(path: Path, record: FIDRecord) -> None:
     """Write a record to evaluations.jsonl, and replace older records of the same measurement.
 
-    A record is of the same measurement if its step and all settings are equal. Such records exist
-    if a run resumes from an earlier step and evaluates the step again. If `record.images` is None,
-    as in evaluations outside a fit, the new line keeps the number of images of the replaced line.
+    Two records are of the same measurement if their steps and all settings are equal. This happens
+    if a run resumes from an earlier step and evaluates a step again. If `record.images` is None, as
+    in evaluations outside a fit, the new line keeps the number of images of the replaced line.
 
     Args:
         path: the file, which is created if it does not exist.
@@ -144,10 +144,10 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 
 
 class ImageCount(NamedTuple):
-    """Count of training images over all processes, correct if a resume changes the batch size.
+    """Count of training images over all processes, valid even if a resume changes the batch size.
 
-    After `batches` batches on each process, the count was `images`. Every later batch of all
-    processes together adds `per_batch` images. A number is None if it is unknown.
+    After `batches` batches on each process, the count was `images`. Every later batch adds
+    `per_batch` images, summed over processes. A number is None if it is unknown.
 
     Example:
         >>> ImageCount(images=1000, batches=10, per_batch=64).at(batches=12)
@@ -267,7 +267,7 @@ class EvaluationClock:
             rank_zero_info(f"{self._title}: {self._done} of {self._total}, {remaining:.0f} s left.")
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase, the "total" so far, and the total first "estimated"."""
+        """Return the seconds of each phase, of the "total" so far, and of the first estimate."""
         total = time.monotonic() - self._start
         times = {**self._phases, "total": total, "estimated": self._estimate}
         return {name: round(value, 3) for name, value in times.items()}

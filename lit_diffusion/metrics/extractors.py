@@ -151,7 +151,7 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
     No other function of this package downloads weights.
 
     Args:
-        destination: file or existing folder. None means `inception_path()`.
+        destination: file to write, or existing folder for the file. None means `inception_path()`.
         url: URL of the file. Set it to a mirror if your machine cannot reach the original.
 
     Returns:
@@ -312,9 +312,9 @@ class TrainedCNN(_SmallCNN):
 
 @dataclass(frozen=True)
 class Pixels:
-    """FID protocol without a network: the features are the means of an image in an 8x8 grid.
+    """FID protocol without a network, whose features are the pixels of the image averaged to 8x8.
 
-    Pixels are scaled to [-1, 1] before averaging.
+    The features lie in [-1, 1].
 
     Example:
         >>> Pixels(channels=1).build()(torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).shape
@@ -335,7 +335,7 @@ class Pixels:
         """Do nothing, because there is no weight file."""
 
     def build(self) -> nn.Module:
-        """Build a module that maps images uint8 (N, channels, H, W) to (N, 64 * channels)."""
+        """Build a module that maps uint8 (N, channels, H, W) to features (N, 64 * channels)."""
         return _PixelGrid(self.channels)
 
 

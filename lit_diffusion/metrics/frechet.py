@@ -44,7 +44,9 @@ class FrechetDistance(FrechetInceptionDistance):
         super().update(features.double(), real)
 
     def compute(self) -> Tensor:
-        """Compute the distance from the features of all processes, all of which must call this.
+        """Compute the distance from the features of all processes.
+
+        All processes must call this method.
 
         Returns:
             A float64 scalar >= 0, or NaN if any feature is not finite.

@@ -154,7 +154,7 @@ class FolderImages(Dataset[Tensor]):
 
     An item is an image uint8 (C, H, W). C is 1 for gray and 3 for RGB images, plus 1 if there is an
     alpha channel. All images must have the same shape. Files with a name in `OVERVIEWS` are
-    ignored, because `lit-diffusion sample` writes these grids next to its samples.
+    ignored, because `lit-diffusion sample` writes these overviews next to its samples.
 
     Raises:
         ValueError: if there are no images, or, when an item is read, if its file is unreadable or

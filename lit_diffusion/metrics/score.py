@@ -81,9 +81,9 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
 
     Returns:
         A dictionary with the scores `fid`, `kid`, `precision`, `recall` and `inception_score`.
-        `kid_std` is the standard deviation of KID over 100 random subsets, and
-        `inception_score_std` of the inception score over splits of the images. Precision and recall
-        use 3 neighbors. The other entries are the numbers of images, the FID protocol, and the
+        Precision and recall use 3 neighbors. `kid_std` is the standard deviation of KID over 100
+        random subsets. `inception_score_std` is the standard deviation of the inception score over
+        splits of the images. The other entries are the numbers of images, the FID protocol, and the
         settings of torch-fidelity.
 
     Raises:

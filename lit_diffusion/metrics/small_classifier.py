@@ -141,7 +141,7 @@ def train_extractor(
 
     Raises:
         ValueError: if `path` exists or has a different suffix, if steps < 1, if batch_size < 2, if
-            there are fewer than two images, or if a label is not below `num_classes`.
+            there are fewer than two images, or if a label is not in 0, ..., num_classes - 1.
         OSError: if `path` cannot be written.
 
     Source: T. Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual

@@ -52,7 +52,7 @@ def check_conditioning(
     label_dropout: float,
     guidance: Guidance | None,
 ) -> None:
-    """Raise ValueError if the conditioning does not fit the network, the dropout or the guidance.
+    """Raise ValueError if the conditioning does not fit the network, label dropout or guidance.
 
     Label dropout and classifier-free guidance need a conditioning. The number of classes or words
     must be the same in the conditioning, the network and the argument `num_classes`. The function
@@ -94,7 +94,11 @@ def check_objective(
     solver: Solver,
     guidance: Guidance | None,
 ) -> None:
-    """Raise ValueError if these parts of a module cannot be combined for training and sampling."""
+    """Raise ValueError if process, parameterization, loss, solver and guidance do not fit together.
+
+    The function checks that x0 can be recovered from the network's output, that the weight of the
+    loss is finite and not negative at both ends of the process, and that sampling is possible.
+    """
     ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
     output_scale = parameterization.output_scale(alpha, sigma)
@@ -169,7 +173,7 @@ def _keeps_signal(process: Process, solver: Solver) -> bool:
 
 
 def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
-    """Raise ValueError if a solver or guidance clamps x0 to [-1, 1], but x0 is unbounded.
+    """Raise ValueError if a solver or guidance clamps x0, although the codec's x0 is unbounded.
 
     Example:
         >>> from lit_diffusion.codecs import PixelCodec
@@ -297,7 +301,11 @@ def _describe(value: object) -> str:
 
 
 def unused_classes(data: object) -> str | None:
-    """Return a hint that an unconditional model ignores the classes of its data; None if none."""
+    """Return a hint that an unconditional model ignores its data's classes; None without classes.
+
+    Args:
+        data: a data module.
+    """
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
@@ -311,8 +319,8 @@ def unused_classes(data: object) -> str | None:
 class FiniteDenoise:
     """A denoise function that records the time at which each sample first became non-finite.
 
-    The record stays on the device, so it does not slow sampling down. The test is of the estimate
-    of x0 before the solver clamps it, because clamping would hide an infinity.
+    The record stays on the device, so it does not slow sampling down. The function tests the
+    estimate of x0 before the solver clamps it, because clamping would hide an infinity.
 
     Args:
         denoise: the function to wrap.

@@ -48,7 +48,7 @@ def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: i
 
 
 def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = False) -> None:
-    """Compile a network, or each of its blocks, in place, when it is called the next time.
+    """Compile a network, or each of its blocks, in place. Compilation starts at the next call.
 
     Tensor sizes are constants of a compiled graph, unless `run_compiled` marks them as dynamic. By
     default, torch would compile a slower graph with dynamic sizes as soon as it gets a second size,
@@ -107,7 +107,7 @@ def run_compiled_loss(
     """Run `loss.per_sample` in training, and compile it if the loss learns the variance.
 
     Without compilation, such a loss launches more than 100 kernels. Torch compiles a graph for each
-    batch size. The other arguments are the same as in `protocols.Loss.per_sample`.
+    batch size. The arguments after `loss` are the same as in `protocols.Loss.per_sample`.
     """
     inputs = (loss, weighted_error, prediction, process, parameterization)
     if loss.output_factor == 1:

@@ -1,4 +1,4 @@
-"""The LightningModule for diffusion models, whose parts are arguments: network, loss and so on."""
+"""The LightningModule for diffusion models, with network, process, loss and solver as arguments."""
 
 from collections.abc import Sequence
 from math import nan
@@ -289,11 +289,8 @@ class DiffusionModule(LightningModule):
         standard normal noise and its own u, which is drawn from `timestep_density`. The
         distribution `times` maps u to the time t. The target is defined by the parameterization, W
         is the weighting of the loss, and w is `timestep_weight`. A loss that learns the variance
-        adds a term.
-        coupling: rule that assigns the noise of a training batch to its images, as in
-            `protocols.Coupling`. None draws noise independently of the images.
-        auxiliary_loss: further term of the training loss, as in `protocols.AuxiliaryLoss`. The term
-            is logged as train/auxiliary_loss, and is not part of train/loss or val/loss.
+        adds a term, and so does `auxiliary_loss`. If there is a `coupling`, it assigns the noise of
+        the batch to its images.
 
         Returns:
             A dictionary with the "loss". For callbacks, it also contains "u", "t" and

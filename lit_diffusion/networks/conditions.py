@@ -7,12 +7,13 @@
 | `Tokens(dim)`             | (tokens (B, L, dim), mask (B, L) bool)      | tokens (B, 1 + L, D)  |
 | `WordIds(num_words)`      | ids (B, L) int64, -1 where there is no word | tokens (B, 1 + L, D)  |
 
-In these shapes, B is the number of images, D the width of the network, and L the length of a text.
+B is the number of images, D the width of the network, and L the number of tokens or words per
+image.
 
-Networks embed an image without a condition as a null embedding. The image has the label -1, no
-vector, no tokens or no words, depending on the kind. If the condition of a batch is None, all its
-images get the null embedding. This embedding is learned, except that it is zero for class labels in
-a `UNet`.
+An image may have no condition. Depending on the kind of condition, it then has the label -1, no
+vector, no tokens or no words. Networks use a null embedding for such an image, and for all images
+if the condition of a batch is None. The null embedding is learned. The only exception is class
+labels in a `UNet`, for which it is zero.
 
 A mask is True for tokens that exist, and False for padding. The values of padding and of absent
 vectors are ignored, even if they are NaN. No function in this file synchronizes with the device.
@@ -170,8 +171,8 @@ class EmbeddedCondition(NamedTuple):
     Attributes:
         vector: (B, D), or None.
         tokens: (B, 1 + L, D), the first of which is the null token; or None.
-        mask: (B, 1 + L) bool, True for the tokens to attend to. These are all tokens but padding
-            and the null token. If an image has only padding, they are the null token alone.
+        mask: (B, 1 + L) bool, True for the tokens to attend to. They are the tokens that are not
+            padding, or, if an image has only padding, the null token.
 
     Example:
         >>> EmbeddedCondition(vector=torch.zeros(2, 16)).tokens is None
@@ -226,9 +227,8 @@ def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor,
     """Append the tokens of a condition to the tokens (B, N, D) of image patches.
 
     Returns:
-        The tokens (B, N + 1 + L, D) in the dtype of the patches' tokens, and their mask
-        (B, N + 1 + L). If the condition has no tokens, the result is the unchanged `tokens` and a
-        mask of None.
+        All tokens (B, N + 1 + L, D), in the dtype of `tokens`, and their mask (B, N + 1 + L). If
+        the condition has no tokens, the result is `tokens` and None.
 
     Example:
         >>> tokens, mask = concat_tokens(torch.zeros(2, 4, 16), EmbeddedCondition())

@@ -1,7 +1,7 @@
 """DiT: a vision transformer that takes the noise level and the condition through adaLN-Zero.
 
-Parameters have the names and shapes of the published checkpoints. Therefore, `load_state_dict`
-loads these checkpoints, which store `pos_embed`, a fixed table, as well.
+Parameters have the names and shapes of the published checkpoints, so `load_state_dict` loads these
+checkpoints. They also contain `pos_embed`, although it is a fixed table.
 
 `DiTTransformer2DModel` of diffusers differs from this network in two defaults. The sinusoids of the
 noise level have the frequencies `10000**(-k / 127)` there, and `10000**(-k / 128)` here. The second

@@ -8,7 +8,7 @@ times. They would also copy the activations to float32 and, on CUDA, convert cha
 contiguous format. There are two implementations:
 
 - On CUDA, `fused_norm_triton` has one Triton kernel for the forward pass and one for the backward
-  pass. Steps that `torch.compile` compiles use these kernels too.
+  pass. Networks compiled with `torch.compile` use these kernels too.
 - In all other cases, `separate_group_norm_silu` calls torch's operations, which `torch.compile` can
   fuse. These cases include the CPU, float64, forward-mode differentiation, second derivatives, and
   GPUs without Triton or bfloat16.

@@ -178,8 +178,9 @@ class JiT(nn.Module):
     512 x 512 pixels. All of them have in_context_tokens=32.
 
     The network adds the embedding of a label or vector to the embedding of the noise level. From
-    block `in_context_start` on, it also appends `in_context_tokens` tokens that contain this
-    embedding. It appends the embeddings of tokens or words to the tokens of the patches.
+    block `in_context_start` on, the network also appends `in_context_tokens` tokens that contain
+    the embedding of the label or vector. If the condition consists of tokens or words, the network
+    appends their embeddings to the tokens of the patches.
 
     Under autocast, the embedding of the noise level and the final layer still compute in the dtype
     of their weights.

@@ -29,8 +29,8 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
     l = 999, the rounding errors changed the output of a network by 4e-6.
 
     Args:
-        noise_label: (B,) noise levels l, of an integer or floating-point dtype. Solvers can
-            evaluate a network at fractional time steps.
+        noise_label: (B,) noise levels l, of an integer or floating-point dtype. They may be
+            fractional, because solvers can evaluate a network between two time steps.
         dim: number of features, even.
 
     Returns:
@@ -56,8 +56,8 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
 class TimestepMLP(nn.Sequential):
     """Embedding of the noise level: `dim` sinusoids, Linear, SiLU, Linear.
 
-    Under autocast, it still computes in the dtype of its weights, because bfloat16 is too coarse
-    for noise levels.
+    Under autocast, the module still computes in the dtype of its weights, because bfloat16 is too
+    coarse for noise levels.
 
     Example:
         >>> TimestepMLP(dim=8, width=32)(torch.tensor([0.0, 999.0])).shape
@@ -164,7 +164,7 @@ def self_attention(
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, whose linear map `qkv` outputs all queries, then keys, values.
+    """Multi-head self-attention. `qkv` outputs all queries, then all keys, then all values.
 
     Example:
         >>> Attention(width=32, num_heads=2)(torch.randn(2, 5, 32)).shape

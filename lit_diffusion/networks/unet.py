@@ -277,7 +277,7 @@ class AttentionPool(nn.Module):
 
 
 class ConditionedSequential(nn.ModuleList):
-    """Sequential layers that pass on the embedding to ResBlocks and tokens to cross-attention."""
+    """Sequence of layers. ResBlocks also get an embedding, and cross-attention also gets tokens."""
 
     def forward(
         self, x: Tensor, emb: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None
@@ -296,9 +296,9 @@ class ConditionedSequential(nn.ModuleList):
 class ZeroNullLabelEmbedding(LabelEmbedding):
     """Embedding of labels: a learned vector for each class, and zeros for no class.
 
-    A learned vector for no class would have no effect that the U-Net cannot learn without it,
-    because the U-Net adds the label's embedding to `time_embed`, which ends in a learned bias.
-    Without this vector, the state_dict has the same keys and shapes as published checkpoints.
+    A learned vector for no class is not necessary. The U-Net adds the embedding of a label to the
+    output of `time_embed`, whose learned bias can take the role of this vector. Without the vector,
+    the state_dict has the same keys and shapes as published checkpoints.
 
     Example:
         >>> ZeroNullLabelEmbedding(10, width=4)(torch.tensor([-1])).vector.tolist()
@@ -480,7 +480,7 @@ class UNet(_Encoder):
         condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
             `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition.
         scale_shift_norm: whether the embedding of noise level and condition scales and shifts the
-            output of the second norm of a ResBlock. If False, it is added to the norm's input.
+            output of the second norm of a ResBlock. If False, it is added to the input of the norm.
         resblock_updown: whether ResBlocks change the resolution. If False, convolutions do.
         split_heads_first: order of the features of queries, keys and values in a checkpoint, as in
             `layers.self_attention`. If you train from scratch, the order does not matter.
@@ -618,10 +618,10 @@ class EncoderUNet(_Encoder):
         head_channels: channels of an attention head, in the blocks and in the pooling.
         dropout: dropout probability in every ResBlock.
         scale_shift_norm: whether the embedding of noise level and condition scales and shifts the
-            output of the second norm of a ResBlock. If False, it is added to the norm's input.
+            output of the second norm of a ResBlock. If False, it is added to the input of the norm.
         resblock_updown: whether ResBlocks reduce the resolution. If False, convolutions do.
         split_heads_first: order of the features of queries, keys and values in the blocks, as in
-            `layers.self_attention`. The pooling always has the order of False.
+            `layers.self_attention`. The pooling always uses the order for False.
 
     Raises:
         ValueError: if sizes do not fit together.

@@ -30,8 +30,8 @@ class DDPM:
     """Ancestral sampling: each step draws x_s from `p(x_s | x_t)`.
 
     Args:
-        variance: variance of each step. Use `gaussian.FixedSmall()` or `FixedLarge()`, or, for
-            networks trained with `HybridLoss`, `LearnedRange()`.
+        variance: variance of each step: `FixedSmall()`, `FixedLarge()` or `LearnedRange()` of
+            `lit_diffusion.gaussian`. `LearnedRange` needs a network trained with `HybridLoss`.
         steps: number of steps, each of which evaluates the network once.
         times: time grid. If None, the grid is `LogSNR(noisiest=-10)` for a process in continuous
             time. For a process in discrete time, it is `Sections()`, improved-diffusion's

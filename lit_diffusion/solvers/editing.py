@@ -17,8 +17,8 @@ class Tail:
     """Time grid that consists of the last steps of another grid.
 
     Args:
-        base: the other grid.
-        whole: number of steps of the other grid. In `grid`, `steps` must not exceed it.
+        base: the grid of which only the last steps are used.
+        whole: number of steps of `base`. The method `grid` must not get more steps.
 
     Example:
         >>> from lit_diffusion.grids import Even
@@ -105,9 +105,9 @@ class RePaint:
     """RePaint: inpainting by ancestral sampling of the unknown part of an image.
 
     After each step, the known part of the image is replaced with `known`, noised to the level that
-    the step has reached. Every step but the last is taken `resamples` times, and between two times
-    noise takes the image back to the level before the step. The repetition makes the known and the
-    unknown part consistent.
+    the step has reached. Every step but the last is taken `resamples` times. Before each
+    repetition, added noise returns the image to the level at which the step starts. The repetitions
+    make the known and the unknown part consistent.
 
     Args:
         known: (B, C, H, W) x0, which is preserved where `mask` is 1.

@@ -5,8 +5,8 @@ With `lambda = log(alpha / sigma)`, a step of the probability flow from t to s i
     x_s = (sigma_s / sigma_t) * x_t + sigma_s * integral(exp(lambda) * x0(lambda) dlambda).
 
 Here, x0(lambda) is the network's estimate of x0 at each lambda between the times t and s. A solver
-evaluates it only at a few of them. Its approximation in between is the only source of error, and
-what distinguishes the solvers.
+evaluates the network only at a few values of lambda, and approximates x0(lambda) in between. This
+approximation is the only source of error, and solvers differ only in it.
 """
 
 import math
@@ -48,13 +48,14 @@ class DPMSolverPP:
         clip: whether to clamp each estimate of x0 to [-1, 1].
         order: 1, 2 or 3.
         eta: amount of noise that steps add, as in the formula above. With 0, sampling is
-            deterministic. With 1, it follows the reverse SDE, as in "2M SDE".
+            deterministic. With 1, it follows the reverse SDE; with `order=2`, this is the solver
+            "2M SDE".
 
     Raises:
         ValueError: if the order is not 1, 2 or 3, if eta is negative or infinite, or if steps < 1.
 
-    Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 2 and section 4.3. Order 3 is
-    not in these sections and follows the authors' code.
+    Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 2 and section 4.3. Order 3
+    follows the authors' code.
 
     Example:
         >>> DPMSolverPP(steps=20, order=2)
@@ -208,7 +209,7 @@ class UniPC:
 
     The corrector corrects a step with the estimate of x0 that the next step needs anyway. In the
     first and in the last steps, the order is lower. The function `B(h)` of the paper is
-    `exp(-h) - 1`, which the authors' code calls "bh2".
+    `exp(-h) - 1`, which the authors call "bh2".
 
     Args:
         steps: number of steps, each of which evaluates the network once.

@@ -24,7 +24,7 @@ class Heun:
     With `level = sigma / alpha` and `x = x_t / alpha`, the probability-flow ODE of any process is
     `dx / dlevel = noise(x_t, t)`, where `noise` is the network's estimate of the noise. A step uses
     the mean of the slopes `dx / dlevel` at its two ends. Only the step to the clean image is an
-    Euler step. The function `watch` of `sample` receives x_t after churn.
+    Euler step. The argument `watch` of `sample` is called with x_t after churn.
 
     Args:
         steps: number of steps of the time grid. Sampling evaluates the network `2 * steps - 1`

@@ -39,7 +39,7 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
-    """Compute the times of a grid as `finite_grid` does, and also check that alpha > 0 everywhere.
+    """Compute the times of a grid, and check them as `finite_grid` does, and that alpha > 0.
 
     Returns:
         (steps + 1,) float64.
@@ -78,9 +78,10 @@ def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
 
 
 def with_grid(solver: Any, process: Process) -> Any:
-    """Return a copy of the solver that names the grid it uses on this process, for records.
+    """Return a copy of the solver in which `times` is the grid that it uses on this process.
 
-    In the copy, `times` is the grid instead of None. A solver without `times` is returned as it is.
+    Evaluation records store this copy, because `times=None` would not show which grid was used. A
+    solver without `times` is returned as it is.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -132,9 +133,9 @@ def level_of(process: Process, t: Tensor) -> Tensor:
 def batch_of(t: Tensor, x: Tensor) -> Tensor:
     """Repeat a time t, a scalar on the CPU, for a batch of images x: (B,) on the device of x.
 
-    The function fills a new tensor on the device, because the host would have to wait for a copy
-    from the CPU. The tensor's attribute `time` is the time as a Python number, with which code on
-    the host can make decisions without a synchronization.
+    The function fills a new tensor on the device instead of copying t, because the host would have
+    to wait for the copy. The result has an attribute `time`, which is the time as a Python number.
+    With it, code on the host can make decisions without a synchronization.
 
     Example:
         >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))
