@@ -228,8 +228,9 @@ def reconstruct_average(
         if _shapes(average) != _shapes(total):
             raise ValueError(
                 f"{files.get(number, 'the checkpoint')} holds averages of width {w:g} for "
-                f"weights that differ from those of width {next(iter(last)):g} in the checkpoint; "
-                "delete the snapshots from before this change."
+                "weights whose names or shapes differ from the average of width "
+                f"{next(iter(last)):g} in the checkpoint; delete the snapshots from before this "
+                "change."
             )
         for name, value in average.items():
             total[name] += factor * value.to(total[name])

@@ -90,7 +90,7 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
         return images
     candidates = []
     if images.is_floating_point():
-        for factor, offset in ((255.0, 0.0), (127.5, 127.5)):  # of [0, 1] and of [-1, 1]
+        for factor, offset in ((255.0, 0.0), (127.5, 127.5)):  # [0, 1] and [-1, 1]
             levels = images.float() * factor + offset
             rounded = levels.round().clamp(0, 255)
             if (levels - rounded).abs().max() < 0.01:

@@ -63,7 +63,7 @@ class Classes:
         check_positive(num_classes=self.num_classes)
 
     def embedding(self, width: int, /) -> nn.Module:
-        """An embedding with a learned vector for each class."""
+        """Build an embedding with a learned vector for each class."""
         return LabelEmbedding(self.num_classes, width, self.null_class)
 
 
@@ -86,7 +86,7 @@ class Vectors:
         check_positive(dim=self.dim)
 
     def embedding(self, width: int, /) -> nn.Module:
-        """A linear map."""
+        """Build a linear map of vectors."""
         return VectorEmbedding(self.dim, width)
 
 
@@ -109,7 +109,7 @@ class Tokens:
         check_positive(dim=self.dim)
 
     def embedding(self, width: int, /) -> nn.Module:
-        """A linear map of each token."""
+        """Build a linear map of tokens."""
         return TokenEmbedding(self.dim, width)
 
 
@@ -133,7 +133,7 @@ class WordIds:
         check_positive(num_words=self.num_words)
 
     def embedding(self, width: int, /) -> nn.Module:
-        """An embedding with a learned vector for each word."""
+        """Build an embedding with a learned vector for each word."""
         return WordEmbedding(self.num_words, width)
 
 
@@ -259,11 +259,11 @@ class LabelEmbedding(nn.Module):
         self.weight = nn.Parameter(torch.randn(num_classes + null_class, width))
 
     def accepts(self, condition: Condition, batch_size: int) -> bool:
-        """Whether these are labels (batch_size,)."""
+        """Return whether a condition is labels (batch_size,)."""
         return _are_ids(condition, 1, batch_size)
 
     def null_condition(self, x: Tensor) -> Tensor:
-        """Labels (B,) of -1."""
+        """Return labels (B,) of -1."""
         if not self.null_class:
             raise ValueError(
                 "null_class=False needs labels, got None: pass labels, or set null_class=True."
@@ -289,11 +289,11 @@ class VectorEmbedding(nn.Module):
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
     def accepts(self, condition: Condition, batch_size: int) -> bool:
-        """Whether these are (vectors (batch_size, dim), present (batch_size,))."""
+        """Return whether a condition is (vectors (batch_size, dim), present (batch_size,))."""
         return _are_masked_rows(condition, self.proj.in_features, 1, batch_size)
 
     def null_condition(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Absent vectors (B, dim)."""
+        """Return vectors (B, dim) that are marked as absent."""
         present = torch.zeros(len(x), dtype=torch.bool, device=x.device)
         return x.new_zeros(len(x), self.proj.in_features), present
 
@@ -318,11 +318,11 @@ class TokenEmbedding(nn.Module):
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
     def accepts(self, condition: Condition, batch_size: int) -> bool:
-        """Whether these are (tokens (batch_size, L, dim), mask (batch_size, L))."""
+        """Return whether a condition is (tokens (batch_size, L, dim), mask (batch_size, L))."""
         return _are_masked_rows(condition, self.proj.in_features, 2, batch_size)
 
     def null_condition(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """No tokens (B, 0, dim)."""
+        """Return an empty sequence of tokens (B, 0, dim)."""
         mask = torch.zeros(len(x), 0, dtype=torch.bool, device=x.device)
         return x.new_zeros(len(x), 0, self.proj.in_features), mask
 
@@ -351,11 +351,11 @@ class WordEmbedding(nn.Module):
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
     def accepts(self, condition: Condition, batch_size: int) -> bool:
-        """Whether these are ids (batch_size, L)."""
+        """Return whether a condition is word ids (batch_size, L)."""
         return _are_ids(condition, 2, batch_size)
 
     def null_condition(self, x: Tensor) -> Tensor:
-        """No words (B, 0)."""
+        """Return an empty sequence of word ids (B, 0)."""
         return torch.full((len(x), 0), -1, device=x.device)
 
     def forward(self, ids: Tensor) -> EmbeddedCondition:
@@ -385,7 +385,7 @@ def _are_ids(condition: Condition, ndim: int, batch_size: int) -> bool:
 
 
 def _are_masked_rows(condition: Condition, dim: int, mask_ndim: int, batch_size: int) -> bool:
-    """Whether these are (values (batch_size, ..., dim), mask (batch_size, ...) bool)."""
+    """Return whether a condition is (values (batch_size, ..., dim), mask (batch_size, ...))."""
     if not isinstance(condition, tuple) or len(condition) != 2:
         return False
     values, mask = condition

@@ -292,7 +292,7 @@ class JiT(nn.Module):
         zero_(self.final_layer.linear)
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
-        """Predict from noisy images.
+        """Compute the output of the network for noisy images.
 
         Args:
             x: (B, in_channels, image_size, image_size).

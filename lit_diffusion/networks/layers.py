@@ -136,10 +136,10 @@ def self_attention(
         qkv: (B, N, 3 D) queries, keys and values of all heads.
         num_heads: number of heads, which divides D.
         split_heads_first: order of the 3 D features. True means that queries, keys and values of
-            the first head come first, then those of the second head, and so on. This is the default
-            in improved-diffusion and guided-diffusion. False means that the queries of all heads
-            come first, then all keys, then all values, as in vision transformers and
-            guided-diffusion's "new attention order".
+            the first head come first, then queries, keys and values of the second head, and so on,
+            which is the default in improved-diffusion and guided-diffusion. False means that the
+            queries of all heads come first, then all keys, then all values, as in vision
+            transformers and guided-diffusion's "new attention order".
         mask: (B, N) bool, False for tokens to ignore. None means that no token is ignored.
 
     Returns:
@@ -262,7 +262,7 @@ def patchify(x: Tensor, patch_size: int) -> Tensor:
         torch.Size([2, 4, 48])
     """
     x = torch.unflatten(torch.unflatten(x, 3, (-1, patch_size)), 2, (-1, patch_size))
-    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # of (B, C, H/p, p, W/p, p)
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # x: (B, C, H/p, p, W/p, p)
 
 
 def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
@@ -283,7 +283,7 @@ def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
 
 
 def grid_positions(side: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Row and column of the `N = side**2` patches of a square image, (N,) int64 each.
+    """Return row and column of the `N = side**2` patches of a square image, (N,) int64 each.
 
     Example:
         >>> grid_positions(2)

@@ -569,7 +569,7 @@ class UNet(_Encoder):
         )
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
-        """Predict from noisy images.
+        """Compute the output of the network for noisy images.
 
         Args:
             x: (B, in_channels, H, W). H and W must be divisible by `2**(levels - 1)`.

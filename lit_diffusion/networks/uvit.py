@@ -181,7 +181,7 @@ class UViT(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
-        """Predict from noisy images.
+        """Compute the output of the network for noisy images.
 
         Args:
             x: (B, in_channels, image_size, image_size).

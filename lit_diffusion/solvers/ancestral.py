@@ -21,7 +21,7 @@ from lit_diffusion.solvers.steps import (
 
 
 def ancestral_grid(process: Process) -> TimeGrid:
-    """`Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous time."""
+    """Return `Sections()` for discrete time, or `LogSNR(noisiest=-10)` for continuous time."""
     return LogSNR(noisiest=-10.0) if process.num_steps is None else Sections()
 
 
@@ -55,7 +55,7 @@ class DDPM:
         check_steps(self.steps)
 
     def default_times(self, process: Process) -> TimeGrid:
-        """`Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous time."""
+        """Return `Sections()` for discrete time, or `LogSNR(noisiest=-10)` for continuous time."""
         return ancestral_grid(process)
 
     def sample(
@@ -82,7 +82,8 @@ class DDPM:
                 watch(i, t, x, x0)
             x = step.x0_coef * x0 + step.xt_coef * x
             if denoised.shift is not None:
-                # As in guided-diffusion, this posterior variance is unclipped: 0 at the end.
+                # As in guided-diffusion, the posterior variance is unclipped, so the last shift
+                # is 0.
                 unclipped = isinstance(self.variance, FixedSmall)
                 x = x + (step.variance if unclipped else log_variance.exp()) * denoised.shift
             if not step.last:
@@ -125,7 +126,7 @@ class DDIM:
             raise ValueError(f"eta must be >= 0 and finite, got {self.eta}; 0 is deterministic.")
 
     def default_times(self, process: Process) -> TimeGrid:
-        """`Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous time."""
+        """Return `Sections()` for discrete time, or `LogSNR(noisiest=-10)` for continuous time."""
         return ancestral_grid(process)
 
     def sample(
@@ -211,7 +212,7 @@ class Euler(DDIM):
     """
 
     def default_times(self, process: Process) -> TimeGrid:
-        """`Even()`."""
+        """Return `Even()`, which is used if `times` is None."""
         return Even()
 
 
@@ -239,5 +240,5 @@ class EulerAncestral(DDIM):
     eta: float = 1.0
 
     def default_times(self, process: Process) -> TimeGrid:
-        """`Karras(noisiest=-10)`."""
+        """Return `Karras(noisiest=-10)`, which is used if `times` is None."""
         return Karras(noisiest=-10.0)

@@ -95,7 +95,7 @@ class NoisedImagePrior:
         return repr(self._process)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """`alpha * x0 + sigma * noise`."""
+        """Return the noised image `alpha * x0 + sigma * noise`."""
         alpha, sigma = self._process.alpha_sigma(t)
         return alpha.to(noise.dtype) * self._x0 + sigma.to(noise.dtype) * noise
 

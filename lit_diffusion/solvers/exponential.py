@@ -74,7 +74,7 @@ class DPMSolverPP:
             raise ValueError(f"order must be 1, 2 or 3 and eta >= 0, got {self}.")
 
     def default_times(self, process: Process) -> TimeGrid:
-        """`LogSNR(noisiest=-10)`."""
+        """Return `LogSNR(noisiest=-10)`, which is used if `times` is None."""
         return LogSNR(noisiest=-10.0)
 
     def sample(
@@ -163,7 +163,7 @@ class DPMSolverPP2S:
             raise ValueError(f"eta must be in [0, 1], got {self.eta}; 0 is deterministic.")
 
     def default_times(self, process: Process) -> TimeGrid:
-        """`LogSNR(noisiest=-10)`."""
+        """Return `LogSNR(noisiest=-10)`, which is used if `times` is None."""
         return LogSNR(noisiest=-10.0)
 
     def sample(
@@ -237,7 +237,7 @@ class UniPC:
         check_steps(self.order)
 
     def default_times(self, process: Process) -> TimeGrid:
-        """`LogSNR(noisiest=-10)`."""
+        """Return `LogSNR(noisiest=-10)`, which is used if `times` is None."""
         return LogSNR(noisiest=-10.0)
 
     def sample(

@@ -69,7 +69,7 @@ class Heun:
             )
 
     def default_times(self, process: Process) -> TimeGrid:
-        """`Karras(noisiest=-10)`."""
+        """Return `Karras(noisiest=-10)`, which is used if `times` is None."""
         return Karras(noisiest=-10.0)
 
     def sample(
@@ -105,7 +105,7 @@ class Heun:
     def _evaluate(
         self, denoise: Denoise, process: Process, x: Tensor, t: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x_t, x0 and the slope dx / dlevel, which is the estimated noise."""
+        """Return x_t, x0 and the slope `dx / dlevel`, which is the estimate of the noise."""
         alpha, sigma = process.alpha_sigma(t)
         x_t = alpha * x
         return x_t, *x0_and_noise(denoise(x_t, batch_of(t, x)), x_t, alpha, sigma, self.clip)
@@ -113,7 +113,7 @@ class Heun:
     def _add_churn(
         self, x: Tensor, t: Tensor, level: Tensor, process: Process, randn_like: RandnLike
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x, t and level after churn."""
+        """Return x, t and the level after churn."""
         if self.churn == 0 or not self.churn_min <= level <= self.churn_max:
             return x, t, level
         raised = level * (1 + min(self.churn / self.steps, math.sqrt(2) - 1))
