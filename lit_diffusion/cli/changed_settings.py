@@ -127,7 +127,7 @@ def _update_groups(trainer: Trainer, groups: list[list[dict[str, Any]]]) -> None
 
 
 def _find_damage(saved: Any, new: Any, name: str = "state") -> str | None:
-    """Return "name=value" of the first value with a type that a new scheduler lacks, or None."""
+    """Return "name=value" for the first value whose type differs from a new scheduler's."""
     if name == "lr_lambdas":  # None for a function
         return None
     if isinstance(saved, list | tuple) and isinstance(new, list | tuple):

@@ -61,7 +61,7 @@ HELP = {
 
     lit-diffusion validate --ckpt_path runs/digits/checkpoints/last.ckpt
 {_OF_CHECKPOINT}""",
-    "test": f"""Compute the loss and metrics on the test split, or on the validation split if none.
+    "test": f"""Compute loss and metrics on the test split or, without one, the validation split.
 
     lit-diffusion test --ckpt_path runs/digits/checkpoints/last.ckpt
 {_OF_CHECKPOINT}""",

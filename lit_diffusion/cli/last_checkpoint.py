@@ -84,7 +84,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if a save is due, unless a validation follows, after which it is saved."""
+        """Save if a save is due. If a validation follows, `on_validation_end` saves instead."""
         is_unproven = not self._is_proven and trainer.is_global_zero
         if is_unproven and may_read(trainer) and _has_finite_loss(outputs):
             remove(self._previous_path)

@@ -133,7 +133,7 @@ class CroppedImages(ImageDataset):
         """Return the images at `index` of the split, decoded lazily, and their labels (B,)."""
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the images at `index` of the split, each augmented as in its epoch."""
+        """Load the images at `index` of the split, each with the augmentation of its epoch."""
         images, labels = self.read(index)
         crops = []
         for image, epoch, i in zip(images, epochs, index, strict=True):

@@ -67,7 +67,7 @@ class ImageDataset(Dataset[Batch]):
 
     @abstractmethod
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the images at `index` of the split, each augmented as in its epoch."""
+        """Load the images at `index` of the split, each with the augmentation of its epoch."""
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
         """The batch with these keys. DataLoader calls this method once per batch."""
@@ -98,7 +98,7 @@ class TensorImages(ImageDataset):
         return len(self.images)
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the images at `index` of the split, each augmented as in its epoch."""
+        """Load the images at `index` of the split, each with the augmentation of its epoch."""
         rows = torch.tensor(index, dtype=torch.int64)
         images = self.images[rows]
         if self.flip and self.seed is not None:

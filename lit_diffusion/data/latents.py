@@ -150,7 +150,7 @@ class ShardedLatents(ImageDataset):
         return len(self.rows)
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the latents at `index` of the split, each augmented as in its epoch."""
+        """Load the latents at `index` of the split, each with the augmentation of its epoch."""
         positions = torch.tensor(index, dtype=torch.int64)
         moments = []
         for epoch, i in zip(epochs, index, strict=True):

@@ -65,7 +65,7 @@ class ChunkedSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """Keys of the image and the label in a sample. Its repr is part of fingerprints."""
+    """Keys of the image and the label in a sample. The repr of this object enters fingerprints."""
 
     image: str
     label: str
@@ -233,7 +233,7 @@ class StreamedImages(CroppedImageDataModule):
         )
 
     def fingerprint(self, split: Split) -> str:
-        """Hash, 16 hex digits, of the set's index, the split and the image shape."""
+        """Hash of the set's index, the split and the image shape, as 16 hex digits."""
         stamp = open_set(self._url(split), os.getpid()).stamp
         held_out = (split, self.val) if isinstance(self.val, int) else ()
         parts = (stamp, held_out, self.image_shape, self.fields)
