@@ -118,7 +118,7 @@ def train(folder, batch_size, indices, ckpt_path=None, **options):
     ("sizes", "save", "again", "message"),
     [
         ((300, 150), 2, 0, None),  # of 4 batches
-        ((100, 130), 6, 80, "600 images into an epoch, which are no .* of 130 images"),
+        ((100, 130), 6, 80, "600 images into an epoch, which is not .* of 130 images"),
         ((300, 700), 2, 600, "continues after 0"),
         ((100, 300), 14, None, None),
     ],
