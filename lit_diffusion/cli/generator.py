@@ -65,7 +65,8 @@ class ImageGenerator:
     def generate(self, numbers: Sequence[int]) -> Tensor:
         """Generate the images with these numbers, as (N, C, H, W) uint8 on the CPU.
 
-        The seed, condition and initial image of an image depend only on its own number.
+        Each image depends only on its own number, which determines the seed, the condition and the
+        initial image.
         """
         module: Any = self.loaded.module
         seeds = [self.options.seed + i for i in numbers]
@@ -242,8 +243,8 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
     Other arguments come from the solver in the checkpoint. If --solver names a different class, it
-    inherits only `steps`, `clip` and `times`, as far as it has these arguments. If --solver is DDPM
-    without a variance, the variance is `LearnedRange` if the loss trains it, and else `FixedSmall`.
+    inherits only `steps`, `clip` and `times`, as far as it has these arguments. A new DDPM without
+    a variance gets `LearnedRange` if the loss trains the variance, and else `FixedSmall`.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)

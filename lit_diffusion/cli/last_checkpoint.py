@@ -31,8 +31,8 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     """Saves `folder`/last.ckpt regularly, and at the end of the fit.
 
     The first save happens after `first` optimizer steps, so that an unwritable disk is noticed
-    early. Further saves follow every `every_n_seconds` seconds, or less often if saving is slow: it
-    takes at most about 2% of the time.
+    early. Further saves follow every `every_n_seconds` seconds, or less often if saving is slow, so
+    that saving takes at most 2% of the time.
 
     A checkpoint is saved only at points from which Lightning resumes exactly: after a batch that
     ends an optimizer step, or after the validation that follows this batch. No checkpoint is saved

@@ -119,8 +119,8 @@ def protocol_of_run(checkpoint: str | None) -> str:
     folder, never of a file outside of it.
 
     Raises:
-        ValueError: if the run has no evaluations, and its config names an extractor that is not of
-            this library, or a file without exactly one copy in the run folder.
+        ValueError: if the run has no evaluations, and the extractor in its config is neither
+            shipped nor a .safetensors file with exactly one copy in the run folder.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:
