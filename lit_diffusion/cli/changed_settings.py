@@ -1,4 +1,4 @@
-"""Apply settings that differ from those of the checkpoint when a run resumes.
+"""Apply settings that differ from the settings in the checkpoint when a run resumes.
 
 Lightning restores optimizers and schedulers as they were saved, so a new lr in the config would
 have no effect. This module writes the changed settings, and nothing else, into the restored state.

@@ -161,7 +161,7 @@ def _choices(words: Sequence[str], option: str) -> list[str]:
 
 
 def _parser(words: Sequence[str]) -> Parser | None:
-    """The parser of a command; None for those of Lightning, which take seconds to build."""
+    """The parser of a command; None for parsers of Lightning, which take seconds to build."""
     module = import_command(words[0])
     build = getattr(module, "build_parser", None) or getattr(module, "parser", None)
     arguments = words[1:2] if words[0] in SUBCOMMANDS else []

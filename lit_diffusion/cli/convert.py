@@ -53,7 +53,7 @@ is one already.""",
     add("--license", metavar="NAME", help=text)
     text = "diffusers: AutoencoderKL to include with a DiT that was trained on latents"
     add("--vae", metavar="DIR", help=text)
-    text = "diffusers: do not compare images of the pipeline with those of the run"
+    text = "diffusers: do not compare images from the pipeline with images from the run"
     add("--no_comparison", action="store_true", help=text)
     return parser
 

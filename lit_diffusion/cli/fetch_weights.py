@@ -17,7 +17,7 @@ digits-cnn and patches-cnn need no download.""",
     text = "file or folder to write (default: the cache that FID reads)"
     parser.add_argument("--to", metavar="PATH", help=text)
     parser.add_argument(
-        "--url", metavar="URL", help="URL of a mirror (default: that of torch-fidelity)"
+        "--url", metavar="URL", help="URL of a mirror (default: torch-fidelity's URL)"
     )
     return parser
 

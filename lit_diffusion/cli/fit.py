@@ -38,7 +38,7 @@ _LAST = """
   --help all              show every setting with its type and default"""
 
 _OF_CHECKPOINT = f"""
-The config is that of the run unless --config names another.
+Without --config, the config of the run is used.
 
 {_SETTINGS}
   --ckpt_path FILE        the checkpoint{_LAST}"""
@@ -73,7 +73,7 @@ HELP = {
 To write images, use `lit-diffusion sample`.
 {_OF_CHECKPOINT}""",
 }
-"""Help of each command; that of `fit` fits a terminal of 24 lines."""
+"""Help of each command. The help of `fit` fits a terminal of 24 lines."""
 
 
 def run(argv: Sequence[str]) -> None:

@@ -141,7 +141,7 @@ class RunCLI(LightningCLI):
         return {self.request.command: LightningCLI.subcommands()[self.request.command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add options besides those of the model, the data and the Trainer."""
+        """Add the options that do not belong to the model, the data or the Trainer."""
         text = "what the numbers of this config were tuned on, in words; `compare` shows it"
         parser.add_argument("--tuned_on", type=str | None, help=text)
         kind, text = Literal[FLOAT32_PRECISIONS], " ".join(FLOAT32_PRECISION_HELP.split())
@@ -445,7 +445,7 @@ def _take_from_data(model: Any, data: Any, trust: Sequence[str]) -> None:
 
 
 def _inherit_num_classes(model: Any) -> None:
-    """Set a network's `num_classes` to that of its module, if it is None."""
+    """If a network's `num_classes` is None, set it to the module's `num_classes`."""
     arguments = getattr(model, "init_args", None) or {}
     network = getattr(arguments.get("network"), "init_args", None) or {}
     if "num_classes" in network and network["num_classes"] is None and not network.get("condition"):

@@ -131,7 +131,7 @@ commands:
 {lines}
 
 options:
-  -h, --help       show this help; lit-diffusion COMMAND --help shows that of a command
+  -h, --help       show this help; lit-diffusion COMMAND --help shows a command's help
   -V, --version    show the version
   --debug          show the traceback of an error, as does {DEBUG}=1
 

@@ -331,7 +331,7 @@ def add_trust(parser: Parser, file: str) -> None:
 
 def add_data(parser: Parser) -> None:
     """Add --data, configs that name the data to read."""
-    text = """config whose data are read instead of those of the run; needed for a checkpoint
+    text = """config whose data are read instead of the run's data; needed for a checkpoint
         outside of a run folder; repeat it to merge several"""
     parser.add_rare("--data", action="append", metavar="CONFIG", help=text)
 

@@ -89,7 +89,7 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
         ValueError: if a solver is unknown, if a number of steps is below one, if the module
             supports no other solver, or if no solver can run.
     """
-    # --solver.NAME applies to each solver of the comparison, not to that of the checkpoint
+    # --solver.NAME applies to the solvers of the comparison, not to the checkpoint's solver
     loading = replace(sampling, solver_options=())
     generator = replace(load_generator(loading, check=False), options=sampling)
     trained_solver(generator.loaded)  # raises for a module without a solver

@@ -25,7 +25,7 @@ def build_parser() -> Parser:
 
 The network learns to classify the images, or to distinguish them if there are no classes, and to
 tell how blurred and noisy they are. FIDs are comparable only if they use the same file, so keep the
-file. Options --data.NAME=VALUE are those of fit.""",
+file. Options --data.NAME=VALUE work as in fit.""",
     )
     add = parser.add_argument
     text = "YAML with the data; may be repeated, as in fit"

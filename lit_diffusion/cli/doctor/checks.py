@@ -220,7 +220,7 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
     emas = [callback for callback in run.callbacks if isinstance(callback, EMA)]
     states = [e.values() for o in run.trainer.optimizers for e in o.state.values()]
     optimizer = sum(v.nbytes for values in states for v in values if isinstance(v, Tensor))
-    optimizer = optimizer or 2 * trained  # that of Adam, if no step was made
+    optimizer = optimizer or 2 * trained  # Adam's, if no step was made
     checkpoint = weights + optimizer + sum(len(ema.decays) * trained for ema in emas)
     num = 2.0 + sum(getattr(c, "save_best", False) for c in run.callbacks)  # last.ckpt, its next
     for saver in [each for each in run.callbacks if isinstance(each, ModelCheckpoint)]:

@@ -14,7 +14,7 @@ _DESCRIPTION = """Check a config for problems before a long run.
 
     lit-diffusion doctor configs/digits.yaml --trainer.max_steps=1000
 
-The configs and options are those of fit. The command times a few training steps and samples.
+Pass the configs and options of fit. The command times a few training steps and samples.
 It downloads nothing, and writes nothing into the run folder.
 
 Each line of the report is a problem, a warning, a note, or OK. The exit code is 2 if there is a
