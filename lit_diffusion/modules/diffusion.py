@@ -265,8 +265,8 @@ class DiffusionModule(LightningModule):
         others = [name for name in others if not name.startswith("network.")]
         if others:
             raise ValueError(
-                f"{others[0]} is a trainable weight outside the network, and only weights of the "
-                "network can be sharded."
+                f"{others[0]} is not part of the network, and only weights of the network can be "
+                "sharded."
             )
         mesh = trainer.strategy.device_mesh
         if mesh["tensor_parallel"].size() > 1:
