@@ -26,6 +26,7 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 FOLDERS = {
     "digits": ["digits-ablation"],
     "cifar10": ["cifar10-improved"],
+    "cifar10-small": ["cifar10-small"],
     "imagenet128": ["imagenet128-guided", "imagenet128-guided-small"],
     "patches-small": ["patches-small"],
     "mnist": ["mnist"],
@@ -40,7 +41,7 @@ NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay",
 PAIRS = [
     (experiments[0], arm)
     for folder, experiments in FOLDERS.items()
-    if folder != "mnist"  # which has a test of its own
+    if folder not in ("mnist", "cifar10-small")  # which have tests of their own
     for arm in [
         *(ANY if folder in ("digits", "cifar10") else NAMED),  # others take long, or add nothing
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
@@ -217,6 +218,19 @@ def test_mnist_starts_as_its_comments_say(folder, config, arm):
     assert call(f"train-extractor {out}") == 0
     options = [f"--config={CONFIGS}/arms/{arm}.yaml"] if arm else []
     assert fit(f"{config}.yaml", *options) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["", "arms/cifar10-small/clts.yaml"])
+def test_the_small_cifar10_starts_as_its_comments_say(folder, arm):
+    for split in ("train", "test"):
+        class_folders(folder / "data" / "cifar10" / split, "ab", each=8, size=(32, 32))
+    workers = "--data.init_args.num_workers=0"
+    out = f"--config {CONFIGS / 'cifar10-small.yaml'} --out cifar10-cnn.safetensors --steps 1"
+    assert call(f"train-extractor {out} {workers}") == 0
+    options = [f"--config={CONFIGS / arm}"] if arm else []
+    width = "--model.init_args.network.init_args.model_channels=32"
+    assert fit("cifar10-small.yaml", *options, width, workers) == 0
 
 
 @pytest.mark.slow

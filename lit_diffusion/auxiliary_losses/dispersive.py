@@ -45,11 +45,11 @@ class Dispersive:
         self.weight, self.temperature = weight, temperature
         self.features = BlockFeatures(block)
 
-    def attach(self, network: nn.Module) -> None:
+    def attach(self, network: nn.Module, /) -> None:
         """Register a forward hook on the block. Raises ValueError if there is no such block."""
         self.features.attach(network)
 
-    def compute(self, module: Any, batch: NoisedBatch | None) -> Tensor:
+    def compute(self, module: Any, batch: NoisedBatch, /) -> Tensor:
         """Compute the loss () of the features from the last forward pass."""
         z = self.features.take().float().flatten(1)  # (B, D)
         # |a - b|**2 = |a|**2 + |b|**2 - 2 a.b, because the gradient of cdist is infinite at 0.

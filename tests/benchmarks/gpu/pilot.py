@@ -1,0 +1,94 @@
+"""Run as many runs of the CIFAR-10 pilot as fit into the minutes of a GPU.
+
+    python tests/benchmarks/gpu/pilot.py --minutes 13 --csv docs/results/cifar10-pilot.csv
+
+The pilot trains configs/cifar10-small.yaml with four arms, three seeds and two learning rates. The
+script starts the runs that the CSV file lacks, one after the other and in a fixed order, as long as
+the last run's duration fits into the time that is left. When a run has finished, its FIDs are
+appended to the CSV file, so the next call continues with the next run, on any machine. Checkpoints
+of unfinished runs are not kept. Each row names the device and the extractor of its FIDs; a file
+made with one extractor is not continued with another.
+
+The images (data/cifar10) and cifar10-cnn.safetensors must be in the working directory, as in the
+head of the config. Further arguments are options of every fit.
+"""
+
+import argparse
+import csv
+import hashlib
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lit_diffusion.cli.loggers import read_evaluations
+from lit_diffusion.lab.compare.sweep import PlannedRun, plan_sweep
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+ARMS = ["lr-decay", "mdlrc", "cifar10-small/clts"]
+SEEDS = [0, 1, 2]
+LRS = ["1e-4", "5e-4"]
+COLUMNS = ["lr", "arm", "seed", "step", "repeat", "fid", "seconds", "device", "extractor"]
+
+
+def runs(out: Path, options: list[str]) -> Iterator[tuple[str, PlannedRun]]:
+    """(lr, run) in the order of their importance: both lrs of a seed before the next seed."""
+    experiment = [str(CONFIGS / "cifar10-small.yaml")]
+    if torch.cuda.is_available():
+        experiment.append(str(CONFIGS / "fragments" / "gpu.yaml"))
+    arms = [str(CONFIGS / "arms" / f"{arm}.yaml") for arm in ARMS]
+    for seed in SEEDS:
+        for lr in LRS:
+            given = [f"--model.optimizer.lr={lr}", *options]
+            for run in plan_sweep(experiment, arms, [seed], out / lr, given):
+                yield lr, run
+
+
+def evaluations(run: PlannedRun) -> Iterator[dict[str, object]]:
+    """One row per FID of a finished run; repeats have other sampling seeds."""
+    for record in read_evaluations(run.folder / "evaluations.jsonl"):
+        repeat = record["seeds"][0] // record["num_fake"]
+        yield {"step": record["step"], "repeat": repeat, "fid": record["value"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("runs/cifar10-pilot"))
+    args, options = parser.parse_known_args()
+    end = time.monotonic() + 60 * args.minutes
+    extractor = hashlib.sha256(Path("cifar10-cnn.safetensors").read_bytes()).hexdigest()[:16]
+    rows = list(csv.DictReader(args.csv.open())) if args.csv.exists() else []
+    if others := {row["extractor"] for row in rows} - {extractor}:
+        sys.exit(f"{args.csv} has FIDs of another extractor ({others.pop()}, not {extractor}).")
+    finished = {(row["lr"], row["arm"], row["seed"]) for row in rows}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    longest = max((float(row["seconds"]) for row in rows if row["device"] == device), default=0.0)
+    for lr, run in runs(args.out, options):
+        if (lr, run.arm, str(run.seed)) in finished:
+            continue
+        if time.monotonic() + longest > end:
+            sys.exit(f"{run.name} at lr {lr} is left for the next call: no time is left.")
+        shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was killed
+        start = time.monotonic()
+        subprocess.run(run.command, check=True)
+        seconds = time.monotonic() - start
+        longest = max(longest, seconds)
+        fixed = {"lr": lr, "arm": run.arm, "seed": run.seed, "seconds": round(seconds, 1)}
+        fixed |= {"device": device, "extractor": extractor}
+        with args.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerows(fixed | row for row in evaluations(run))
+        shutil.rmtree(run.folder / "checkpoints")
+    print("all runs are finished")
+
+
+if __name__ == "__main__":
+    main()
