@@ -65,7 +65,7 @@ def refuse_other_run(
     """
     is_new = trainer.ckpt_path is None and trainer.global_step == 0
     if trainer.strategy.broadcast(exists and is_new and not hasattr(trainer, "run_folder")):
-        raise ValueError(f"{path} is of another run: {fix}.")
+        raise ValueError(f"{path} belongs to another run: {fix}.")
 
 
 class PeriodicEvaluation(Callback, ABC):

@@ -514,7 +514,7 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
     if isinstance(error, RuntimeError) and message.startswith("Error(s) in loading state_dict"):
         details = list_mismatches(error)
         return ValueError(
-            f"{request.checkpoint} is of another architecture than the config: {details}"
+            f"{request.checkpoint} has a different architecture than the config: {details}"
         )
     # These modules only restore checkpoints.
     restoring = ["lightning.pytorch.trainer.connectors.checkpoint_connector"]

@@ -156,7 +156,7 @@ def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = list(map(json.loads, lines))
     for line, record in zip(lines, records, strict=True):
         if not _is_evaluation(record):
-            raise ValueError(f"{path} is damaged: {line[:50]!r} is no evaluation; {_FIX}.")
+            raise ValueError(f"{path} is damaged: {line[:50]!r} is not an evaluation; {_FIX}.")
     return records
 
 

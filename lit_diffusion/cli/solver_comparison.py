@@ -97,7 +97,7 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
     check_steps(steps[0])
     cells = [Cell(name, num) for name in _solver_names(comparison.solvers) for num in steps]
     compute_fid, scored = _prepare_fid(generator, comparison)
-    print_error(scored["told"])
+    print_error(scored["summary"])
     generated: dict[str, Cell] = {}  # canonical solver -> its first cell
     for number, cell in enumerate(cells, 1):
         _prepare_cell(generator, comparison.num, cell)
@@ -182,7 +182,7 @@ def _prepare_fid(
 ) -> tuple[Callable[[Path], float] | None, dict[str, Any]]:
     """A function that computes the FID of a folder, and the protocol for the record.
 
-    If no FID can be computed, the function is None, and the record has the reason under "told".
+    If no FID can be computed, the function is None, and the record has the reason under "summary".
     """
     num, options = comparison.num, generator.options
     try:
@@ -198,7 +198,7 @@ def _prepare_fid(
             scorer, real, others, num, user_cache(), generator.image_labels(num)
         )
     except (ValueError, TypeError, OSError) as error:
-        return None, {"told": f"No FID: {error}"}
+        return None, {"summary": f"No FID: {error}"}
 
     def compute_fid(folder: Path) -> float:
         metric = scorer.metric()
@@ -210,7 +210,7 @@ def _prepare_fid(
     return compute_fid, {
         "protocol": protocol.name,
         "extractor_sha256": protocol.sha256,
-        "told": f"FID of {num} images by {protocol.name} against {reference.name}, floor "
+        "summary": f"FID of {num} images by {protocol.name} against {reference.name}, floor "
         f"{reference.floor:.4g}.",
         "reference": reference.name,
         "floor": reference.floor,
@@ -233,7 +233,7 @@ def _write_comparison(
     writer.writerows(map(asdict, cells))
     atomic_write_text(folder / "comparison.csv", text.getvalue())
     loaded = generator.loaded
-    title = f"{loaded.path}, step {loaded.step}, {loaded.weights} weights.\n{scored['told']}"
+    title = f"{loaded.path}, step {loaded.step}, {loaded.weights} weights.\n{scored['summary']}"
     picture = table([[text_image(title)], [_draw_cells(cells, folder, min(num, NUM_DRAWN))]])
     with defer_signals(), atomic_write(folder / "comparison.png") as file:
         picture.save(file, "PNG")

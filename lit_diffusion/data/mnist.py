@@ -86,7 +86,7 @@ class MNIST(ImageDataModule):
         except Exception as error:  # torchvision raises many types for damaged files
             reason = str(error) or type(error).__name__
             raise ValueError(
-                f"{self._folder}/{prefix}-* are no files of {self._name} ({reason}); delete them."
+                f"{self._folder}/{prefix}-* are not files of {self._name} ({reason}); delete them."
             ) from error
         data = TensorImages(images.view(-1, *self.image_shape), labels)
         return data if split == "val" else take_part(data, self.part)

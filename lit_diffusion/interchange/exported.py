@@ -209,7 +209,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         is_opcode = isinstance(error, KeyError)  # its message is only the number of the opcode
         reason = f"is damaged or has another format{'' if is_opcode else cause}"
         if "GLOBAL" in str(error):
-            reason = "holds pickled code, which is never run"
+            reason = "contains pickled code, which is never run"
         raise ValueError(f"{path} {reason}; save the state_dict alone with torch.save.") from None
     for name in ("ema", "model", "state_dict"):
         content = content.get(name, content) if isinstance(content, dict) else content

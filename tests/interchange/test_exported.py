@@ -131,7 +131,7 @@ def test_of_several_sets_of_weights_in_a_file_the_averages_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"opt": WordIds(7)}, "holds pickled code, which is never run"),
+        ({"opt": WordIds(7)}, "contains pickled code, which is never run"),
         ([1], "holds no state_dict"),
         (b"", "is damaged or has another format"),  # an EOFError without a message
     ],
