@@ -9,8 +9,9 @@ appended to the CSV file, so the next call continues with the next run, on any m
 of unfinished runs are not kept. Each row names the device and the extractor of its FIDs; a file
 made with one extractor is not continued with another.
 
-The images (data/cifar10) and cifar10-cnn.safetensors must be in the working directory, as in the
-head of the config. Further arguments are options of every fit.
+The images must be in data/cifar10/train and data/cifar10/test. FID uses the features of
+cifar10-jpeg-cnn.safetensors, which `lit-diffusion train-extractor` trained on images that were
+recompressed as JPEG of quality 75. Further arguments are options of every fit.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.lab.compare.sweep import PlannedRun, plan_sweep
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+EXTRACTOR = Path(__file__).with_name("cifar10-jpeg-cnn.safetensors")
 ARMS = ["lr-decay", "mdlrc", "cifar10-small/clts"]
 SEEDS = [0, 1, 2]
 LRS = ["1e-4", "5e-4"]
@@ -43,7 +45,8 @@ def runs(out: Path, options: list[str]) -> Iterator[tuple[str, PlannedRun]]:
     arms = [str(CONFIGS / "arms" / f"{arm}.yaml") for arm in ARMS]
     for seed in SEEDS:
         for lr in LRS:
-            given = [f"--model.optimizer.lr={lr}", *options]
+            fid = f"--trainer.callbacks.FIDEvaluation.extractor={EXTRACTOR}"
+            given = [f"--model.optimizer.lr={lr}", fid, *options]
             for run in plan_sweep(experiment, arms, [seed], out / lr, given):
                 yield lr, run
 
@@ -62,7 +65,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/cifar10-pilot"))
     args, options = parser.parse_known_args()
     end = time.monotonic() + 60 * args.minutes
-    extractor = hashlib.sha256(Path("cifar10-cnn.safetensors").read_bytes()).hexdigest()[:16]
+    extractor = hashlib.sha256(EXTRACTOR.read_bytes()).hexdigest()[:16]
     rows = list(csv.DictReader(args.csv.open())) if args.csv.exists() else []
     if others := {row["extractor"] for row in rows} - {extractor}:
         sys.exit(f"{args.csv} has FIDs of another extractor ({others.pop()}, not {extractor}).")
