@@ -3,8 +3,8 @@
     python tests/benchmarks/draw_paragraphs.py SEED [NUM]
 
 Half are paragraphs and list items of README, CONTRIBUTING and docs/, half are of public docstrings
-in lit_diffusion/ and callbacks/. Tables, code, headings and directives are left out. The same commit and seed
-give the same paragraphs.
+in lit_diffusion/ and callbacks/. Tables, code, headings and directives are left out. The same
+commit and seed give the same paragraphs.
 """
 
 import ast

@@ -76,7 +76,9 @@ def test_each_run_of_another_project_writes_where_its_logger_does_and_into_no_ot
         assert records(folder, "step") == [(8,)]
         assert best(folder)["global_step"] == 8
     assert not (tmp_path / "evaluations.jsonl").exists()
-    with pytest.raises(ValueError, match=r"evaluations\.jsonl belongs to another run: give the Trainer"):
+    with pytest.raises(
+        ValueError, match=r"evaluations\.jsonl belongs to another run: give the Trainer"
+    ):
         fit(folder, fid(tmp_path))
     assert records(folder, "step") == [(8,)]
 

@@ -69,7 +69,9 @@ def test_a_run_that_resumes_into_another_folder_takes_its_snapshots_along(tmp_pa
 
 def test_a_new_run_does_not_delete_the_snapshots_of_another(tmp_path):
     fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=4), max_steps=4)
-    with pytest.raises(ValueError, match="ema-snapshots belongs to another run: give the Trainer a log"):
+    with pytest.raises(
+        ValueError, match="ema-snapshots belongs to another run: give the Trainer a log"
+    ):
         fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=4), max_steps=4)
     assert snapshots(tmp_path) == [4]
 

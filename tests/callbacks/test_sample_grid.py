@@ -43,7 +43,9 @@ def test_grids_are_written_after_each_validation_within_fit_with_their_step(tmp_
 
 def test_a_new_run_does_not_replace_the_grids_of_another(tmp_path):
     fit(tmp_path, PicturesModule(), SampleGrid(2))
-    with pytest.raises(ValueError, match="samples belongs to another run: give the Trainer a logger"):
+    with pytest.raises(
+        ValueError, match="samples belongs to another run: give the Trainer a logger"
+    ):
         fit(tmp_path, PicturesModule(), SampleGrid(2))
     logger = CSVLogger(tmp_path, name="project")
     fit(tmp_path, PicturesModule(), SampleGrid(2), logger=logger)

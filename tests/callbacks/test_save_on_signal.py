@@ -196,7 +196,9 @@ def test_a_new_job_does_not_go_on_from_what_another_left(tmp_path, monkeypatch):
 def test_a_new_run_does_not_replace_what_another_has_saved(tmp_path):
     save(tmp_path, Sends("on_train_batch_start"))
     before = (tmp_path / "last.ckpt").read_bytes()
-    with pytest.raises(ValueError, match=r"last\.ckpt belongs to another run: resume from it by ckpt_p"):
+    with pytest.raises(
+        ValueError, match=r"last\.ckpt belongs to another run: resume from it by ckpt_p"
+    ):
         trainer_with(tmp_path, SaveOnSignal(tmp_path)).fit(PlainModule(), loader(8))
     assert (tmp_path / "last.ckpt").read_bytes() == before
 

@@ -56,6 +56,8 @@ def test_damaged_files_and_those_of_another_split_are_refused(root, name, conten
     elif content == "val":
         content = path.with_name(name.replace("train", "t10k")).read_bytes()
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"raw/train-\* are not files of MNIST \(.+\); delete them"):
+    with pytest.raises(
+        ValueError, match=r"raw/train-\* are not files of MNIST \(.+\); delete them"
+    ):
         MNIST(str(root)).images("train")
     assert len(MNIST(str(root)).images("val")) == 20
