@@ -22,7 +22,7 @@ ChangedSettings = Mapping[str, tuple[Any, Any]]
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, as {dotted name: (saved value, used value)}.
 
-    If an object has a different class, the result has its class path, but not its arguments.
+    If the classes of an object differ, the result has its two class paths, but not its arguments.
     Settings that exist on only one side are ignored, because a newer version of the library may
     have added an argument.
     """
@@ -47,7 +47,7 @@ def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[A
 class ApplyChangedHyperparameters(Callback):
     """Writes changed settings of optimizers and schedulers into the state that a resume restores.
 
-    If the lr or the schedule has changed, a new scheduler is stepped until the step of the
+    If the lr or the schedule has changed, a new scheduler is advanced to the step of the
     checkpoint, as if the run had used it from the start. Momentum buffers and all other state stay
     as they were saved.
 
@@ -70,7 +70,7 @@ class ApplyChangedHyperparameters(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Apply the changes, if the strategy (such as FSDP) has just loaded the optimizers."""
+        """Apply the changes now if the strategy loads optimizers after its setup, as FSDP does."""
         if not trainer.strategy.restore_checkpoint_after_setup:
             return
         loaded = [_copy_groups(optimizer) for optimizer in trainer.optimizers]

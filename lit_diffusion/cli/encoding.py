@@ -35,8 +35,8 @@ def plan_shards(
     If `flips` is set, but the existing index has no flips, they are added to it.
 
     Raises:
-        ValueError: if the folder has latents of different images or from a different VAE. The
-            message names the difference.
+        ValueError: if the latents in the folder were encoded from different images, with a
+            different VAE or with another `shard_size`. The message names the difference.
     """
     require_at_least(1, shard_size=shard_size)
     codec.encoded_shape(images.image_shape)

@@ -60,7 +60,7 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
 
     Returns:
         A record for JSON: the scores of `score_features`, the FID of real images in place of
-        samples (the floor), auxiliary metrics, and how the images were generated.
+        samples (`fid_floor`), auxiliary metrics, and how the images were generated.
     """
     sampling = options.sampling
     device = usable_device(sampling.device)

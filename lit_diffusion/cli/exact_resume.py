@@ -1,4 +1,4 @@
-"""Restore the state that Lightning omits, so that a resumed run ends like an uninterrupted run.
+"""Save and restore the state that Lightning's checkpoints lack, so that runs resume exactly.
 
 This file uses private names of Lightning. A test asserts that each of these names exists and has
 the expected signature.
@@ -49,37 +49,38 @@ _OMITTED_ATTRIBUTES = (
 
 
 class ExactResume(AccumulationTracker, Callback):
-    """Saves and restores what Lightning omits, and marks checkpoints that do not resume exactly.
+    """Saves and restores the state that Lightning omits, and marks inexact checkpoints.
 
     The callback makes up for five gaps in Lightning:
 
     - In a resumed epoch, Lightning does not call `on_train_epoch_start`, in which
       GradientAccumulationScheduler sets the number of accumulated batches.
-    - Lightning updates ReduceLROnPlateau after the hooks in which checkpoints are saved. At the end
-      of an epoch that was interrupted, Lightning does not update it.
+    - Lightning updates ReduceLROnPlateau only after checkpoints are saved, so a resume loses this
+      update. Lightning also skips the update at the end of a resumed epoch.
     - Lightning does not save `callback_metrics`, which ReduceLROnPlateau, ModelCheckpoint and
       EarlyStopping read.
     - Lightning saves only a part of the state of ModelCheckpoint.
-    - If EarlyStopping has stopped a fit, and the fit is then killed before its end, or is started
-      again, Lightning trains further.
+    - Lightning does not save whether EarlyStopping has stopped the fit. A resume would therefore
+      train further.
 
     The files metrics.csv and evaluations.jsonl stay consistent with a checkpoint. All rows of the
     checkpoint's step are on disk before the checkpoint is written, and a resume deletes the rows of
     later steps. Training images are counted correctly even if a resume changes the batch size.
 
-    A run may not resume exactly from a checkpoint of a callback other than `LastCheckpoint`. In the
-    following cases, the checkpoint is marked. It can still be used for sampling:
+    If a callback other than `LastCheckpoint` saves a checkpoint, a resume from it may be inexact.
+    In the following cases, `ExactResume` marks the checkpoint. A marked checkpoint can still be
+    used for sampling:
 
     - A checkpoint that was saved between accumulated batches lacks their gradients. A resume from
       it raises an error.
     - A checkpoint may have been saved before the validation of its step. A resume from it skips
       this validation and prints a warning.
-    - A checkpoint may have been saved at the end of an epoch. After a resume from it, Lightning
-      counts a step twice in its logs. The resume prints a warning.
+    - A checkpoint may have been saved at the end of an epoch. A resume from it prints a warning,
+      because Lightning then counts a step twice in its logs.
 
-    List this callback after GradientAccumulationScheduler. That callback's `on_train_start` raises
-    an error unless the number of accumulated batches is still 1, and this callback's
-    `on_train_start` changes this number.
+    List this callback after GradientAccumulationScheduler. The scheduler's `on_train_start` raises
+    an error if the number of accumulated batches is not 1, and `ExactResume.on_train_start` changes
+    this number.
 
     Attributes:
         image_count: count of the training images of the fit, for `count_training_images`.
@@ -188,7 +189,7 @@ class ExactResume(AccumulationTracker, Callback):
             rank_zero_info(f"This run was stopped early: {self._stopped_early} {fix}")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Clear the restart flag, so that Lightning updates ReduceLROnPlateau in this epoch."""
+        """Clear Lightning's restart flag, so that ReduceLROnPlateau is updated in this epoch."""
         trainer.fit_loop._restarting = False
 
 

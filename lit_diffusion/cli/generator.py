@@ -49,8 +49,8 @@ class ImageGenerator:
             noise.
         mask: (1, 1, h, w) float with the height and width of x0. It is 1 where `init` is preserved.
             None edits the whole image.
-        guided_by: checkpoint, step and weights of the model of --weaker or --classifier, for
-            samples.json; None if there is no such model.
+        guided_by: checkpoint, step and weights of the model that --weaker or --classifier names,
+            for samples.json; None without these options.
     """
 
     loaded: LoadedModule
@@ -170,8 +170,8 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
     """Parse --labels, which has numbers or names of classes.
 
-    If the name of a class is a number other than the label of the class, a number in `text` would
-    be ambiguous, and only names are accepted.
+    A number in `text` is ambiguous if the name of a class is a number that differs from the label
+    of the class. In this case, only names are accepted.
 
     Args:
         text: value of the option: numbers or names, separated by commas. -1 means no class.
@@ -242,9 +242,10 @@ def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
 def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
-    Other arguments come from the solver in the checkpoint. If --solver names a different class, it
-    inherits only `steps`, `clip` and `times`, as far as it has these arguments. A new DDPM without
-    a variance gets `LearnedRange` if the loss trains the variance, and else `FixedSmall`.
+    Arguments that are not set come from the solver in the checkpoint. If --solver names a different
+    class, only the arguments `steps`, `clip` and `times` are inherited, if the class has them. A
+    new DDPM without a variance gets `LearnedRange` if the loss trains the variance, and
+    `FixedSmall` otherwise.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)
@@ -281,8 +282,9 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
 def editing_solver(module: Any, options: SamplingOptions) -> Any:
     """Return the solver that generates or edits the images.
 
-    With --mask, this is RePaint with the steps of the module's solver. With --init alone, this is
-    the module's solver without its first steps. Otherwise, this is the module's solver.
+    With --mask, the result is RePaint with the steps of the module's solver. With --init alone, the
+    result is the module's solver without its first steps. With neither, the module's solver is
+    returned unchanged.
     """
     if options.init is None:
         return module.solver
@@ -305,8 +307,8 @@ def build_guidance(
         options: options that change the guidance.
 
     Returns:
-        The guidance, which is None for classifier-free guidance with a scale of 1. Also a record of
-        the model of --weaker or --classifier; None if there is no such model.
+        The guidance; None for classifier-free guidance with a scale of 1. Also a record of the
+        model that --weaker or --classifier names; None without these options.
 
     Raises:
         ValueError: if the module does not support the guidance, or if the model of --weaker or

@@ -40,18 +40,17 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
 
     The checkpoint of the last step of the fit is saved under a temporary name, and replaces
     last.ckpt in `on_train_end`. A run that is killed before `on_train_end` resumes from the
-    previous last.ckpt and repeats the steps since then. A checkpoint that is saved in
-    `on_train_end` itself would not work: if the epoch is unfinished, a resume would begin with
-    the next epoch.
+    previous last.ckpt and repeats the steps since then. Saving in `on_train_end` itself would not
+    work, because a resume would skip the rest of an unfinished epoch.
 
     A save preserves the previous last.ckpt as before-last.ckpt until a batch has a finite loss with
-    the new weights. On a GPU, the loss is read at the next logging step. If the next save comes
-    first, and FiniteUpdates has skipped no update between the two saves, last.ckpt becomes
-    before-last.ckpt. If the run ends because of a non-finite loss or gradient, before-last.ckpt
-    replaces last.ckpt, because the update before the non-finite one may have ruined the weights.
+    the new weights. On a GPU, the loss is read only at logging steps. If another save happens
+    before the loss is read, and FiniteUpdates has skipped no update since the first save, the first
+    save becomes before-last.ckpt. If a non-finite loss or gradient ends the run, before-last.ckpt
+    replaces last.ckpt, whose weights may already be bad.
 
     Args:
-        folder: folder of the file.
+        folder: folder of last.ckpt.
         first: optimizer steps until the first save.
         every_n_seconds: minimum time between saves, in seconds.
     """
@@ -100,7 +99,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rename the last step's save to last.ckpt, or save now if the fit ended unexpectedly."""
+        """Save the last step if it is not saved yet, and rename its checkpoint to last.ckpt."""
         loss = trainer.callback_metrics.get("val/loss")
         is_validated = self._validated_step == trainer.global_step
         if is_validated and loss is not None and not loss.isfinite():

@@ -92,8 +92,8 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse `argv`, and also return unknown options whose names begin with one of the prefixes.
 
-        Any other unknown option raises an error. If a required option is missing as well, the error
-        is about the unknown option.
+        An unknown option without one of the prefixes raises an error. If a required option is
+        missing as well, the error is about the unknown option.
         """
         missing: ValueError | None = None
         try:
@@ -151,9 +151,9 @@ class _Help(argparse.Action):
 class SamplingOptions:
     """How to generate images: the options of `add_checkpoint` and `add_sampling`.
 
-    None leaves the setting of the checkpoint unchanged. `solver_options` are strings of the form
-    "--solver.NAME=VALUE". If `checkpoint` is None, no images are generated, and `batch_size` is the
-    batch size for reading existing images.
+    An option that is None leaves the setting of the checkpoint unchanged. `solver_options` are
+    strings of the form "--solver.NAME=VALUE". If `checkpoint` is None, no images are generated, and
+    `batch_size` is the batch size for reading existing images.
 
     Raises:
         ValueError: for options that exclude each other.
@@ -231,10 +231,11 @@ class SamplingOptions:
 
 @contextmanager
 def import_heavy() -> Iterator[None]:
-    """Context for imports of torch and Lightning. Later garbage collections skip their objects.
+    """Context manager that hides the objects of imported modules from the garbage collector.
 
-    The imports create 600,000 objects, most of which live until the process ends. If garbage
-    collections visited these objects, they would take a third of the CPU time of `sample --num 1`.
+    Importing torch and Lightning creates 600,000 objects, most of which live until the process
+    ends. Visiting them in garbage collections would take a third of the CPU time of `sample --num
+    1`.
     """
     if "torch" in sys.modules:  # the command was called from Python, whose objects may be garbage
         yield

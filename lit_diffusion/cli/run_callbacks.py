@@ -27,7 +27,7 @@ def contains(callbacks: Sequence[Callback], kind: Any) -> bool:
 
 
 def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
-    """Return the callbacks of a config (a list, one or None), with missing defaults added."""
+    """Add missing default callbacks to the callbacks of a config (None, one, or a list)."""
     callbacks: list[Callback] = (
         list(config) if isinstance(config, list) else [config] * bool(config)
     )
@@ -43,7 +43,7 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
 
 
 def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Callback]:
-    """Return the callbacks, ending with those that save last.ckpt (added if they are missing).
+    """Return the callbacks, with the savers of last.ckpt added if missing and moved to the end.
 
     They come last because last.ckpt holds the state of all other callbacks.
 

@@ -83,12 +83,12 @@ def real_images(
     configs: Sequence[str] | None,
     trust: Sequence[str],
 ) -> tuple[ImageSet, ImageSet | None]:
-    """Return the real images to score against, and other real images for the floor of the FID.
+    """Return the reference images, and more real images whose FID is reported for comparison.
 
     The argument `reference` is a split of the run's data ("train", "val" or "test"), a folder or an
-    .npz file. None means "val". For a model of latents, None means the reference of the run's last
-    evaluation. The other images are from a different split. They are None for a folder or .npz
-    file.
+    .npz file. None means "val". If the model was trained on latents, None means the reference of
+    the run's last evaluation. The second result has images of a different split. It is None if the
+    reference is a folder or an .npz file.
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None
@@ -115,12 +115,13 @@ def real_images(
 def protocol_of_run(checkpoint: str | None) -> str:
     """Name of a run's FID protocol, from its last evaluation or else from its config.
 
-    For an extractor that the user has trained, the result is the path of its copy in the run
-    folder, never of a file outside of it.
+    If the user trained the feature extractor, the result is the path of the copy in the run folder.
+    It is never a path outside the run folder.
 
     Raises:
         ValueError: if the run has no evaluations, and the extractor in its config is neither
-            shipped nor a .safetensors file with exactly one copy in the run folder.
+            shipped with lit-diffusion nor a .safetensors file with exactly one copy in the run
+            folder.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:

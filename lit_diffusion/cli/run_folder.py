@@ -71,17 +71,17 @@ def read_command_line(argv: Sequence[str]) -> Request:
     """Find the run folder and the checkpoint of a command line.
 
     The run folder is `trainer.default_root_dir` of the command line or of a config. If a run wrote
-    this config, the run folder is the folder of the config instead, because it may have been moved.
-    Without the setting, it is the run folder of the checkpoint, or else runs/<name of the first
-    config>.
+    this config, the run folder is the folder of the config instead, because the run may have been
+    moved. If `default_root_dir` is not set, the run folder is that of the checkpoint, or else
+    runs/<name of the first config>.
 
     Args:
         argv: the command, then its options.
 
     Raises:
         FileNotFoundError: if the file of --ckpt_path does not exist.
-        ValueError: if a config is not a YAML mapping, if an option lacks its value, or if the value
-            is a pipe or device.
+        ValueError: if a config is not a YAML mapping, or if an option lacks its value or names a
+            pipe or device.
     """
     command = argv[0]
     parser = Parser(command, add_help=False)
@@ -163,7 +163,7 @@ def read_config(config: str | Path) -> Any:
     """Return the content of a config; {} for a missing file, which the parser reports later.
 
     A run may be moved. Therefore, in a config that a run wrote, the path of the run folder is
-    replaced by the folder that has the config now.
+    replaced by the current folder of the config.
     """
     if os.path.isdir(config):
         fix = f"name a file in it, such as {os.path.join(config, 'config.yaml')}"
@@ -243,7 +243,7 @@ def _resume_configs(root: Path) -> list[Path]:
 def traces(root: Path) -> list[Path]:
     """Files that show that a folder contains a run: curves, scores and checkpoints.
 
-    The result is [] if the only such file is a metrics.csv that records only non-finite steps.
+    A metrics.csv that records only non-finite steps does not count if it is the only file.
     """
     curves = root / "metrics.csv"
     min_lines = {curves: 2, root / "evaluations.jsonl": 1}

@@ -98,7 +98,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (metric, text) for each FID. The text has the last value, best value and floor."""
+    """Return (metric, text) for each FID: its last value, best value, and value for real images."""
 
     def number(value: float | None) -> str:
         return "NaN" if value is None else f"{value:.4g}"
@@ -132,7 +132,7 @@ def resume_line(request: Request, step: int, number: signal.Signals, saved: bool
         request: the command line.
         step: optimizer steps completed.
         number: the signal.
-        saved: whether last.ckpt has the last step.
+        saved: whether last.ckpt contains the last step.
     """
     last = checkpoint_file(request.root)
     text = f"Stopped by {number.name} at step {step}. "

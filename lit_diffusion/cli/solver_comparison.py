@@ -80,14 +80,14 @@ class Cell:
 
 
 def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, folder: Path) -> str:
-    """Write comparison.json, .csv and .png, and images of each cell; return a summary.
+    """Write images for each solver and number of steps, and comparison.json, .csv and .png.
 
-    A cell is a solver with a number of steps. You can repeat an interrupted command. Images that
-    exist already are not generated again.
+    Return a summary. If an interrupted command is repeated, existing images are not generated
+    again.
 
     Raises:
-        ValueError: if a solver is unknown, if a number of steps is below one, if the module
-            supports no other solver, or if no solver can run.
+        ValueError: if a solver is unknown, if a number of steps is below one, if the module does
+            not support a change of solver, or if no solver can run.
     """
     # --solver.NAME applies to the solvers of the comparison, not to the checkpoint's solver
     loading = replace(sampling, solver_options=())

@@ -34,7 +34,7 @@ class Frame(NamedTuple):
 
 
 class Trajectory:
-    """A `protocols.Watch` that records evenly spaced solver steps, fewer than `MAX_GIF_STEPS`.
+    """A `protocols.Watch` that records fewer than `MAX_GIF_STEPS` evenly spaced solver steps.
 
     Each x_t is divided by `sqrt(alpha**2 + sigma**2)`, so that it has the scale of an image.
 
@@ -64,7 +64,8 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
     """Write trajectory.png and trajectory.gif of the first of `num` images.
 
     Raises:
-        ValueError: if the module has no `watch`, which is called at each solver step.
+        ValueError: if the module has no attribute `watch` for a function to call at each solver
+            step.
     """
     module: Any = generator.loaded.module
     if not hasattr(module, "watch"):

@@ -224,8 +224,8 @@ class Stopwatch(Callback):
     """Times the first optimizer steps of a fit, and ends it by raising `FitMeasured`.
 
     The fit ends after 30 steps, or `seconds` seconds after its first step. (The first step does not
-    count, because it may compile the network.) A validation also ends the fit. If `makes_steps` is
-    False, the fit ends before its first step.
+    count, because it may compile the network.) The fit also ends when a validation starts. If
+    `makes_steps` is False, the fit ends before its first step.
     """
 
     def __init__(self, seconds: float, makes_steps: bool) -> None:
