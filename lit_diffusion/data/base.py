@@ -1,4 +1,4 @@
-"""Base class of the data modules. Their batches are functions of seed, epoch and image index."""
+"""Base class of the data modules, whose batches depend only on seed, epoch and image index."""
 
 import hashlib
 import sys
@@ -37,8 +37,8 @@ class ImageDataModule(LightningDataModule):
     The order of training images is a function of (seed, epoch). An incomplete last batch is
     dropped. A run that is resumed in the middle of an epoch continues there, even with a different
     batch size or number of processes. Validation and testing visit every image once, on any number
-    of processes. A batch of prediction has the seeds (B,) int64 and the labels (B,) int64 of images
-    to generate.
+    of processes. A batch of prediction has the seeds and the labels of images to generate, as two
+    int64 tensors of shape (B,).
 
     Args:
         batch_size: images per batch and process, >= 1. Validation on several processes may use a
@@ -133,7 +133,7 @@ class ImageDataModule(LightningDataModule):
         return self._datasets[split]
 
     def in_order(self, split: Split, num_replicas: int = 1, rank: int = 0) -> "DataLoader[Batch]":
-        """Return a loader that visits every image of a split once, in order and not augmented.
+        """Return a loader that visits each image of a split once, in order, without augmentation.
 
         The images are divided over `num_replicas` processes, each of which gets the same number of
         batches.
@@ -255,7 +255,7 @@ class ImageDataModule(LightningDataModule):
 
 
 def identity_collate(batch: Any) -> Any:
-    """Return the argument, as the `collate_fn` of datasets whose items are whole batches.
+    """Return the argument unchanged. The `collate_fn` of datasets whose items are whole batches.
 
     Example:
         >>> identity_collate([1, 2])

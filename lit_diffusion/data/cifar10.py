@@ -69,7 +69,7 @@ class CIFAR10(ImageDataModule):
             raise self._missing_files_error(f"could not be downloaded ({error})") from error
 
     def pending_setup(self) -> str | None:
-        """Return a clause that says if the archive will be downloaded or unpacked, or None."""
+        """Return a clause if the archive will be downloaded or unpacked, and None otherwise."""
         if not self._faults():
             return None
         archive = self.root / self.source.filename

@@ -1,8 +1,8 @@
 """Datasets that fetch whole batches, by keys that encode epoch and index.
 
-A key is `epoch * len(dataset) + index`. Worker processes compute the epoch from the key, so random
-flips and crops are functions of (seed, epoch, index) for any number of workers. Plain indices
-0, 1, ... are the keys of epoch 0.
+Keys are `epoch * len(dataset) + index`, where index is the position of an image. Worker processes
+compute the epoch from the key, so random flips and crops are functions of (seed, epoch, index) for
+any number of workers. Plain indices 0, 1, ... are the keys of epoch 0.
 """
 
 from abc import abstractmethod

@@ -142,9 +142,9 @@ def _terciles() -> tuple[Tensor, Tensor]:
 def measure_ink_and_slant(images: Tensor) -> tuple[Tensor, Tensor]:
     """Measure ink and slant of bright figures on black.
 
-    Let w be the pixel values, and let r and c be a pixel's row and column minus their means, which
-    are weighted by w. Ink is `mean(w)`. Slant is `-sum(w * r * c) / sum(w * r**2)`, the number of
-    pixels that a stroke moves to the right per pixel upwards.
+    Let w be the pixel values. Let r and c be a pixel's row and column minus the mean row and column
+    of the ink, which are weighted by w. Ink is `mean(w)`. Slant is `-sum(w * r * c) / sum(w *
+    r**2)`, the number of pixels that a stroke moves to the right per pixel upwards.
 
     Args:
         images: (N, 1, H, W) uint8.

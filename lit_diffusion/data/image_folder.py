@@ -1,8 +1,8 @@
 """Folders of image files, and ImageNet. Unusable files are reported before training starts.
 
-The check decodes every file, which takes minutes for ImageNet. If a folder passes, a cache outside
-the folder stores a digest of the files' names, sizes and modification times. As long as the digest
-is the same, later runs skip the check.
+A check for unusable files decodes every file, which takes minutes for ImageNet. If a folder passes
+the check, a cache outside the folder stores a digest of the files' names, sizes and modification
+times. Later runs skip the check as long as the digest is the same.
 """
 
 import hashlib
@@ -121,7 +121,7 @@ def check_images(listing: Listing, requirements: Requirements, cache: Path, thre
     """Check every file, unless a marker in `cache` shows that all have passed before.
 
     Args:
-        listing: the files.
+        listing: files to check.
         requirements: requirements on the files.
         cache: folder in which a marker file is written if all files pass.
         threads: number of threads that check files.
@@ -242,7 +242,7 @@ class ImageFileDataModule(CroppedImageDataModule):
             check_images(self._listing(folder), requirements, self.cache, self.default_workers())
 
     def load(self, split: Split) -> FileImages:
-        """Open a split, without augmentation. Files that were not checked before are checked."""
+        """Open a split without augmentation, after checking files that were not checked before."""
         self.check()
         return FileImages(**self.crop_options(), listing=self.select(split))
 
@@ -251,7 +251,7 @@ class ImageFileDataModule(CroppedImageDataModule):
         return self._listing(self.folder(split))
 
     def fingerprint(self, split: Split) -> str:
-        """Hash of the image shape and of the files' names, sizes and times, as 16 hex digits."""
+        """Hash of image shape and of files' names, sizes, modification times, as 16 hex digits."""
         listing = self.select(split)
         digest = hashlib.sha256(f"{listing.stamp} {self.image_shape}".encode())
         digest.update(listing.names.tobytes())
@@ -275,9 +275,9 @@ class ImageFolder(ImageFileDataModule):
             images to hold out. In the latter case, the images with the smallest hashes
             `fold("held out", name)` of their names are held out.
         image_size: pixels on each side of a crop, >= 1.
-        strict: whether an image with a mode that does not fit `channels`, or smaller than
-            `image_size`, raises an error. If False, such images are converted and enlarged. Alpha
-            is dropped if `channels` is 1 or 3.
+        strict: whether to raise an error if an image is smaller than `image_size` or its mode does
+            not fit `channels`. If False, such images are enlarged and converted. Alpha is dropped
+            if `channels` is 1 or 3.
         **options: options of `ImageFileDataModule`: full_check, cache_dir; channels, flip,
             random_crop; batch_size, num_workers, num_predict, seed.
 

@@ -1,9 +1,10 @@
 """Latents written by `lit-diffusion encode`: shards as safetensors files, and an index.
 
-A shard holds the tensors `moments` (n, 2C, h, w) float16 and `labels` (n,) int64. The moments are
-the mean and log-variance of each image's VAE posterior, before the latents are scaled. The header
-of a shard holds a digest of the images, the VAE and the settings. Storing moments in float16
-changes the decoded pixels by less than rounding these pixels to 8 bits does.
+A shard holds two tensors: `moments` has shape (n, 2C, h, w) in float16, and `labels` has shape (n,)
+in int64. The moments are the mean and log-variance of each image's VAE posterior, before the
+latents are scaled. The header of a shard holds a digest of the images, the VAE and the settings.
+Storing moments in float16 changes the decoded pixels by less than rounding these pixels to 8 bits
+does.
 """
 
 import hashlib

@@ -21,11 +21,11 @@ class ShuffledSampler(DistributedSampler[Any]):
     shuffle the dataset in the same order. Rank r gets the images at positions r, r + R, and so on.
     Therefore, step k of an epoch has the same images on one process with batch size `B * R` as on R
     processes with batch size B. Each rank gets `floor(N / R)` images. The remaining images, at most
-    R - 1, are dropped. Which images are dropped differs between epochs.
+    R - 1, are dropped. Different epochs drop different images.
 
-    The class is a subclass of DistributedSampler, because the Trainer does not change such a
-    sampler. The Trainer would replace any other sampler with one that repeats images, or that
-    divides them over the ranks a second time.
+    The class is a subclass of DistributedSampler, because the Trainer leaves a DistributedSampler
+    unchanged. The Trainer would replace any other sampler with one that repeats images, or that
+    divides the images over the ranks a second time.
 
     Example:
         >>> sampler = ShuffledSampler(range(4), seed=0)
@@ -51,12 +51,11 @@ class ShuffledSampler(DistributedSampler[Any]):
 
 
 def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
-    """Return the smallest size >= `batch_size` that gives all processes equally many batches.
+    """Return the smallest size >= `batch_size` that gives all processes the same number of batches.
 
-    If no image is repeated, the number of images differs by up to one between processes. With
-    `batch_size`, some processes might therefore have one more batch than others. If the model is
-    sharded (FSDP), these processes would hang in their last batch, because a forward pass needs all
-    processes.
+    No image is repeated, so some processes may get one image more than others. With `batch_size`
+    images per batch, this image could be a batch of its own. If the model is sharded (FSDP), these
+    processes would hang in that batch, because a forward pass needs all processes.
 
     Raises:
         ValueError: if there are fewer images than processes.
@@ -80,8 +79,9 @@ class ResumableLoader(DataLoader[Any]):
     """DataLoader that skips the batches of an epoch that were trained on before a resume.
 
     A resumed Trainer knows the number of batches to skip, but an ordinary loader would start the
-    epoch again. This loader reads the number when the first batch of an epoch is requested, because
-    Lightning restores its loops after it has created the iterators.
+    epoch again. This loader reads the number only when the first batch of an epoch is requested.
+    The number is not known earlier, because Lightning creates the iterators before it restores its
+    loops.
 
     Args:
         dataset: dataset of a DataLoader.
@@ -130,9 +130,9 @@ def batches_done_in_epoch(trainer: Trainer) -> int:
 def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches: int) -> None:
     """Convert the batch count of an interrupted epoch to a different batch size, on resume.
 
-    The epoch continues after the images that it has already used. If these images are not a whole
-    number of optimizer steps of the new batch size, the epoch continues after the last whole step.
-    Some images are then repeated, and a warning says so.
+    The epoch continues after the images that were already used. If their number is not a multiple
+    of the images per optimizer step of this run, it is rounded down to a multiple. Some images are
+    then used twice, and a warning says so.
 
     Args:
         trainer: Trainer that is about to restore its loops.

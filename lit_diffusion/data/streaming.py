@@ -65,7 +65,7 @@ class ChunkedSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """Keys of the image and the label in a sample. The repr of this object enters fingerprints."""
+    """Keys of the image and the label in a sample. Fingerprints of datasets include its repr."""
 
     image: str
     label: str
@@ -146,7 +146,7 @@ class StreamedImages(CroppedImageDataModule):
 
     If the set is in a bucket, only the index is stored on the disk, and each image takes two
     requests. Therefore, throughput grows with `num_workers`, which may exceed the number of cores.
-    The first image of each set is checked at the start, and the others when they are read.
+    The first image of each set is checked at the start, and every other image when it is read.
 
     Args:
         train: s3://BUCKET/PATH or gs://BUCKET/PATH of the training set, or a folder. Samples are
@@ -160,8 +160,8 @@ class StreamedImages(CroppedImageDataModule):
             labels.
         image: key of the image in a sample.
         label: key of the label in a sample.
-        strict: whether an image with a mode that does not fit `channels`, or smaller than
-            `image_size`, raises an error. If False, such images are converted and enlarged.
+        strict: whether to raise an error if an image is smaller than `image_size` or its mode does
+            not fit `channels`. If False, such images are enlarged and converted.
         **options: options of `CroppedImageDataModule`: channels, flip, random_crop; batch_size,
             num_workers, num_predict, seed.
 
