@@ -12,8 +12,8 @@ image.
 
 An image may have no condition. Depending on the kind of condition, it then has the label -1, no
 vector, no tokens or no words. Networks use a null embedding for such an image, and for all images
-if the condition of a batch is None. The null embedding is learned. The only exception is class
-labels in a `UNet`, for which it is zero.
+if the condition of a batch is None. The null embedding is learned. The only exception is a `UNet`
+with class labels, whose null embedding is zero.
 
 A mask is True for tokens that exist, and False for padding. The values of padding and of absent
 vectors are ignored, even if they are NaN. No function in this file synchronizes with the device.
@@ -31,7 +31,7 @@ from lit_diffusion.protocols import Condition, check_positive, describe_conditio
 
 
 class ConditionKind(Protocol):
-    """A kind of condition. It builds the module that embeds such conditions in a network."""
+    """Kind of condition (such as class labels), which builds the module that embeds conditions."""
 
     def embedding(self, width: int, /) -> nn.Module:
         """Build a module that maps a condition of B images to an `EmbeddedCondition`.
@@ -143,7 +143,7 @@ def resolve_condition(
     """Return `condition`, or `Classes(num_classes)` if only `num_classes` is given.
 
     Raises:
-        ValueError: if both arguments are given.
+        ValueError: if both `condition` and `num_classes` are given.
         TypeError: if `condition` is not one of the four kinds in this file. A likely mistake is an
             object of `lit_diffusion.conditioning`.
 
@@ -171,8 +171,8 @@ class EmbeddedCondition(NamedTuple):
     Attributes:
         vector: (B, D), or None.
         tokens: (B, 1 + L, D), the first of which is the null token; or None.
-        mask: (B, 1 + L) bool, True for the tokens to attend to. They are the tokens that are not
-            padding, or, if an image has only padding, the null token.
+        mask: (B, 1 + L) bool, True for the tokens to attend to. The network attends to all tokens
+            that are not padding, or to the null token if an image has only padding.
 
     Example:
         >>> EmbeddedCondition(vector=torch.zeros(2, 16)).tokens is None
@@ -289,7 +289,7 @@ class VectorEmbedding(nn.Module):
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
     def accepts(self, condition: Condition, batch_size: int) -> bool:
-        """Return whether a condition is (vectors (batch_size, dim), present (batch_size,))."""
+        """Return whether a condition is a pair of vectors (batch_size, dim) and their mask."""
         return _are_masked_rows(condition, self.proj.in_features, 1, batch_size)
 
     def null_condition(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,7 +318,7 @@ class TokenEmbedding(nn.Module):
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
     def accepts(self, condition: Condition, batch_size: int) -> bool:
-        """Return whether a condition is (tokens (batch_size, L, dim), mask (batch_size, L))."""
+        """Return whether a condition is a pair of tokens (batch_size, L, dim) and their mask."""
         return _are_masked_rows(condition, self.proj.in_features, 2, batch_size)
 
     def null_condition(self, x: Tensor) -> tuple[Tensor, Tensor]:

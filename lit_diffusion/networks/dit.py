@@ -1,11 +1,12 @@
 """DiT: a vision transformer that takes the noise level and the condition through adaLN-Zero.
 
 Parameters have the names and shapes of the published checkpoints, so `load_state_dict` loads these
-checkpoints. They also contain `pos_embed`, although it is a fixed table.
+checkpoints. As in these checkpoints, the state_dict also contains the fixed table `pos_embed`.
 
-`DiTTransformer2DModel` of diffusers differs from this network in two defaults. The sinusoids of the
-noise level have the frequencies `10000**(-k / 127)` there, and `10000**(-k / 128)` here. The second
-norm of a block has an eps of 1e-5 there, and 1e-6 here.
+`DiTTransformer2DModel` of diffusers differs from this network in two defaults. In diffusers, the
+sinusoids of the noise level have the frequencies `10000**(-k / 127)`, and the second norm of a
+block has an eps of 1e-5. In this network, the frequencies are `10000**(-k / 128)`, and the eps is
+1e-6.
 
 Source: Peebles & Xie 2022, "Scalable Diffusion Models with Transformers" (arXiv 2212.09748).
 """

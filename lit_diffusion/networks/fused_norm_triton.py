@@ -44,9 +44,9 @@ class GroupNormSiLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight, bias, scale, shift and offset, then three None.
+        """Return the gradients of x, weight, bias, scale, shift and offset, and None for options.
 
-        Each None is for an option: num_groups, eps and silu.
+        The options are num_groups, eps and silu.
         """
         *inputs, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True

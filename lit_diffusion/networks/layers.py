@@ -283,7 +283,7 @@ def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
 
 
 def grid_positions(side: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Return row and column of the `N = side**2` patches of a square image, (N,) int64 each.
+    """Return the rows and the columns of the `side**2` patches of a square image, as int64.
 
     Example:
         >>> grid_positions(2)
@@ -411,10 +411,10 @@ def no_autocast(x: Tensor) -> AbstractContextManager[None]:
 def check_sizes(
     image_size: int, patch_size: int, width: int, depth: int, num_heads: int, **others: float
 ) -> None:
-    """Raise ValueError if the sizes of a transformer do not fit together, or if one is implausible.
+    """Raise ValueError if sizes of a transformer do not fit together, or if a size is implausible.
 
-    Implausible sizes are widths and images above 100,000 and depths above 1,000. `others` contains
-    further sizes by name, which must only be positive.
+    A width or image size above 100,000 is implausible, and so is a depth above 1,000. The sizes in
+    `others` only need to be positive.
 
     Example:
         >>> check_sizes(image_size=8, patch_size=2, width=32, depth=2, num_heads=2, mlp_ratio=4.0)

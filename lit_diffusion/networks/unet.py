@@ -5,13 +5,14 @@
          attention), then down                          attention), then up
               +----------------------- middle_block ------------------------+
 
-Parameters have the names and shapes of the two repositories, so `load_state_dict` loads their
-checkpoints. Two arguments differ:
+Parameters have the names and shapes of improved-diffusion and guided-diffusion, so
+`load_state_dict` loads the checkpoints of these repositories. Two arguments of `UNet` have other
+names:
 
-* The repositories' `attention_resolutions` lists resolutions in pixels, whereas
-  `attention_downsample` lists downsampling factors. At `image_size` 32, "16,8" there corresponds to
-  `attention_downsample=(2, 4)` here.
-* `use_new_attention_order=True` there corresponds to `split_heads_first=False` here.
+* `attention_resolutions` lists resolutions in pixels, whereas `attention_downsample` of `UNet`
+  lists downsampling factors. For images of 32x32 pixels, `attention_resolutions="16,8"` becomes
+  `attention_downsample=(2, 4)`.
+* `use_new_attention_order=True` of guided-diffusion becomes `split_heads_first=False`.
 
 Shapes: images are (B, C, H, W), and the embedding of noise level and condition is (B, E). Tokens of
 a condition are (B, L, E), and their mask is (B, L).
@@ -116,15 +117,16 @@ class Conv3x3(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=3, padding=1)
 
     def forward(self, input: Tensor, add_bias: bool = True) -> Tensor:
-        """(B, in_channels, H, W) -> (B, out_channels, H, W), without bias if not `add_bias`."""
+        """Convolve images (B, in_channels, H, W). If `add_bias` is False, leave out the bias."""
         return F.conv2d(input, self.weight, self.bias if add_bias else None, padding=1)
 
 
 def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Compute `conv(x)`. On CUDA, leave out the bias of a `Conv3x3`, and return it separately.
 
-    The group norm after the convolution then adds the bias while it reads the images, and computes
-    the gradient of the bias from sums that it needs anyway. This saves two passes over the images.
+    If the bias is left out, the next group norm adds it while reading the images. The group norm
+    also computes the gradient of the bias, from sums that it needs anyway. This saves two passes
+    over the images.
 
     Returns:
         For a `Conv3x3` on CUDA, the output without bias, and the bias (B, out_channels). Otherwise,

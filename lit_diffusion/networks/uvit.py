@@ -5,7 +5,7 @@
 
 Parameters have the names and shapes of the authors' repository, so `load_state_dict` loads their
 checkpoints. If the authors' configuration drops labels in training, its num_classes counts the null
-class. In this case, num_classes=1001 there corresponds to num_classes=1000 here.
+class. In this case, the authors' num_classes=1001 becomes num_classes=1000 for `UViT`.
 
 Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Models" (arXiv
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.
@@ -43,7 +43,8 @@ from lit_diffusion.protocols import Condition
 class UViTBlock(nn.Module):
     """A pre-norm transformer block.
 
-    With skip=True, it first merges its input with the output of a block in the first half.
+    With skip=True, the block first merges its input with the output of a block in the first half of
+    the network.
 
     Example:
         >>> block = UViTBlock(width=32, num_heads=2, hidden=64, qkv_bias=True)
