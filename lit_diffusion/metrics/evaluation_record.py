@@ -53,7 +53,7 @@ class FIDRecord:
             random draws of these images.
         floor_sd: standard deviation of this FID over the draws; None for a single draw.
         floor_images: description of the real images with which the floor was measured.
-        non_finite: number of samples that are NaN or infinite.
+        non_finite: number of samples that contain NaN or infinity.
         non_finite_seeds: seeds of the first few of these samples.
         second_look: auxiliary metrics by name.
         seconds: duration of the evaluation on the first process, as in `EvaluationClock.seconds`.
@@ -87,8 +87,8 @@ class FIDRecord:
 def is_repeat(record: Mapping[str, Any]) -> bool:
     """Return whether a record evaluates a step again, with different samples.
 
-    Such a record shows how much the FID depends on the samples. It is not a point of the curve of
-    FID over training steps.
+    A repeated evaluation shows how much the FID depends on the samples. It is not a point of the
+    curve of FID over training steps.
 
     Example:
         >>> is_repeat({"seeds": [360, 720]})
@@ -165,7 +165,7 @@ class ImageCount(NamedTuple):
         return self.images + (batches - self.batches) * self.per_batch
 
     def resumed(self, batches: int, per_batch: int | None) -> "ImageCount":
-        """Return the count of a run that resumes after `batches` batches with a new `per_batch`."""
+        """Return the count when a run resumes after `batches` batches with a new `per_batch`."""
         if per_batch == self.per_batch:
             return self
         return ImageCount(self.at(batches), batches, per_batch)
@@ -267,7 +267,7 @@ class EvaluationClock:
             rank_zero_info(f"{self._title}: {self._done} of {self._total}, {remaining:.0f} s left.")
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of each phase, of the "total" so far, and of the first estimate."""
+        """Return durations in seconds: each phase, the "total" so far and the "estimated" total."""
         total = time.monotonic() - self._start
         times = {**self._phases, "total": total, "estimated": self._estimate}
         return {name: round(value, 3) for name, value in times.items()}

@@ -70,8 +70,8 @@ class FIDProtocol(Protocol):
     def build(self) -> nn.Module:
         """Build a module that maps images uint8 (N, channels, H, W) to features (N, F).
 
-        The module must be in eval mode and have an attribute `num_features`, which is F. For the
-        inception score, it also needs a method `logits(features)` that returns (N, classes).
+        The module must be in eval mode. Its attribute `num_features` must be F. For the inception
+        score, it also needs a method `logits(features)` that returns (N, classes).
         """
 
 
@@ -191,7 +191,7 @@ def require_sha256(path: Path, sha256: str, remedy: str) -> None:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if its SHA-256 is different.
+        ValueError: if the file has a different SHA-256.
     """
     if not path.exists():
         raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
@@ -234,9 +234,9 @@ def _shipped_classifiers() -> dict[str, dict[str, Any]]:
 class EmbeddedCNN(_SmallCNN):
     """FID protocol whose extractor is a small classifier that ships with the package.
 
-    Use it for images that differ too much from Inception's training images. The classifier
-    `digits-cnn` is for gray digits of 8x8 pixels, and `patches-cnn` is for color crops of
-    photographs of 32x32 pixels. A few hundred images are enough for an FID, because both
+    Use this protocol for images that differ too much from Inception's training images. The
+    classifier `digits-cnn` is for gray digits of 8x8 pixels, and `patches-cnn` is for color crops
+    of photographs of 32x32 pixels. A few hundred images are enough for an FID, because both
     classifiers have only 64 features. Such an FID is comparable only with FIDs of the same
     classifier, never with published FIDs.
 
@@ -271,8 +271,8 @@ class EmbeddedCNN(_SmallCNN):
 class TrainedCNN(_SmallCNN):
     """FID protocol whose extractor was trained on your images by `lit-diffusion train-extractor`.
 
-    The protocol's name ends in the first 8 digits of the file's SHA-256, because an FID is
-    comparable only with FIDs of the same data and the same weights.
+    The name of the protocol ends in the first 8 digits of the weight file's SHA-256, because an FID
+    is comparable only with FIDs of the same data and the same weights.
 
     Args:
         path: file written by `lit-diffusion train-extractor`.
@@ -328,7 +328,7 @@ class Pixels:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of `resize` and `channels`, because there are no weights; 64 hex digits."""
+        """SHA-256 of `resize` and `channels` (there are no weights), 64 hex digits."""
         return hashlib.sha256(f"{self.resize}, {self.channels}".encode()).hexdigest()
 
     def check(self) -> None:

@@ -40,7 +40,8 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
         ndim: required number of dimensions; None allows any number.
 
     Raises:
-        TypeError: if there is no such tensor. The message explains how to pass `key`.
+        TypeError: if the batch has no tensor at `key`, or if it has the wrong number of dimensions.
+            The message explains how to pass `key`.
 
     Example:
         >>> select_images({"image": torch.zeros(2, 3, 8, 8), "name": ["a", "b"]}).shape
@@ -157,8 +158,8 @@ class FolderImages(Dataset[Tensor]):
     ignored, because `lit-diffusion sample` writes these overviews next to its samples.
 
     Raises:
-        ValueError: if there are no images, or, when an item is read, if its file is unreadable or
-            has a different shape than the first image.
+        ValueError: if there are no images. Reading an item raises the error if the file is
+            unreadable, or if its shape differs from the shape of the first image.
 
     Example:
         >>> FolderImages("samples")[0].shape  # doctest: +SKIP
@@ -192,7 +193,8 @@ def open_images(path: str | Path) -> Dataset[Any]:
     guided-diffusion publishes.
 
     Raises:
-        ValueError: if `path` is neither of the two, or if the content is not supported.
+        ValueError: if `path` is neither a folder nor an .npz file, or if its content is not
+            supported.
 
     Example:
         >>> len(open_images("samples"))  # doctest: +SKIP
@@ -243,9 +245,9 @@ class ImageSet:
     ) -> Iterator[tuple[Tensor, list[int]]]:
         """Yield batches of images uint8 (N, C, H, W) and their N labels.
 
-        The labels are the second item of a batch that is a tuple or list. In a batch that is a
-        dictionary, they are the value of the first key in `LABEL_KEYS` that exists. If this value
-        is not an integer tensor (N,), or if it does not exist, all labels are -1.
+        If a batch is a tuple or list, the labels are its second item. If a batch is a dictionary,
+        the labels are under the first key in `LABEL_KEYS` that exists. All labels are -1 if this
+        entry does not exist or is not an integer tensor (N,).
 
         Args:
             batch_size: maximum number of images in a batch.

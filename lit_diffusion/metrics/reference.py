@@ -84,7 +84,7 @@ class Scorer:
     def metric(self) -> FrechetDistance:
         """Return a new, empty metric for the features.
 
-        It accumulates on `device`, or on the CPU if `device` is MPS, which does not support
+        The metric accumulates on `device`, or on the CPU if `device` is MPS, which does not support
         float64.
         """
         device = "cpu" if self.device.type == "mps" else self.device
@@ -136,8 +136,8 @@ def measure_reference(
 
     An FID depends on the proportions of the classes. Therefore, the function draws images with the
     same labels as the samples, as far as possible. It draws `NUM_DRAWS` times from a pool of up to
-    `POOL_FACTOR * num_samples` images, and the floor is the mean of the FIDs. There is a single
-    draw if it takes the whole pool.
+    `POOL_FACTOR * num_samples` images, and the floor is the mean of the FIDs. If a single draw
+    takes the whole pool, the function draws only once.
 
     All processes must call this function.
 
@@ -287,7 +287,7 @@ def draw_by_labels(
 
 
 def load_statistics(path: Path) -> dict[str, Tensor] | None:
-    """Load tensors from a file of `save_statistics`. Return None if there is no such file.
+    """Load tensors from a file that `save_statistics` wrote; return None if there is no file.
 
     Raises:
         ValueError: if the file is broken.

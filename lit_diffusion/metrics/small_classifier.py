@@ -199,8 +199,8 @@ def _jittered_batches(
 def stage_widths(side: int) -> tuple[int, ...]:
     """Choose the widths of the stages of a `SmallClassifier` for images of `side` x `side` pixels.
 
-    The number of stages is such that pooling reduces the feature map to 4 to 7 pixels per side.
-    Images with a side of 4 to 15 pixels are pooled twice, and so end with fewer pixels.
+    The poolings between the stages reduce the side of the feature map to 4 to 7 pixels. Images with
+    a side of 4 to 15 pixels are always pooled twice, which reduces the side to 1 to 3 pixels.
 
     Example:
         >>> stage_widths(8), stage_widths(64)
@@ -299,10 +299,10 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
-    """Corrupt images (N, C, H, W) by blur or noise, for a head that learns to detect both.
+    """Blur a third of the images, and add noise to another third, for a head that detects both.
 
-    First, the function adds dither to all images. Then it blurs a third of them, and adds more
-    noise to another third. The strengths of dither, blur and noise are random.
+    Before that, the function adds weak noise (dither) to all images. The strengths of dither, blur
+    and noise are random.
 
     Returns:
         The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 is blurred, 2 is noisy.
