@@ -261,12 +261,12 @@ def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
 
 
 def check_batch(batch: object, takes_condition: bool) -> None:
-    """Raise ValueError unless a batch is (images, labels or another condition, index).
+    """Raise ValueError unless a batch is a tuple of images, labels (or other condition), index.
 
     Args:
         batch: a batch of the data.
-        takes_condition: whether the module takes a condition. If not, the second part must be
-            integer labels, which the module ignores.
+        takes_condition: whether the module takes a condition. If not, the second item of the batch
+            must be integer labels, which the module ignores.
 
     Example:
         >>> images, index = torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2)
@@ -319,8 +319,8 @@ def unused_classes(data: object) -> str | None:
 class FiniteDenoise:
     """A denoise function that records the time at which each sample first became non-finite.
 
-    The record stays on the device, so it does not slow sampling down. The function tests the
-    estimate of x0 before the solver clamps it, because clamping would hide an infinity.
+    The recorded times stay on the device, so recording does not slow sampling down. The function
+    tests the estimate of x0 before the solver clamps it, because clamping would hide an infinity.
 
     Args:
         denoise: the function to wrap.
@@ -344,7 +344,7 @@ class FiniteDenoise:
         return denoised
 
     def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
-        """Raise NonFiniteSamples if a sample, or an estimate of x0 on the way to it, is not finite.
+        """Raise NonFiniteSamples if a sample, or an intermediate estimate of x0, is not finite.
 
         Args:
             x0: (B, ...) the finished samples.

@@ -26,8 +26,8 @@ Batch = tuple[Tensor, Tensor, Tensor]
 class NoisyClassifier(LightningModule):
     """Classifier that learns `log p(label | x_t)` at all noise levels of a diffusion model.
 
-    The network's input is `x_t / sqrt(alpha**2 + sigma**2)`. This input has about unit variance on
-    every process, and equals x_t if `alpha**2 + sigma**2 = 1`.
+    The network's input is `x_t / sqrt(alpha**2 + sigma**2)`. This input has about unit variance for
+    every forward process, and equals x_t if `alpha**2 + sigma**2 = 1`.
 
     In a training step, random numbers depend only on the seed, the rank, and the numbers of the
     step and micro-batch. For a validation image, they depend only on the image's index.

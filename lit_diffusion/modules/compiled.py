@@ -106,8 +106,9 @@ def run_compiled_loss(
 ) -> Tensor:
     """Run `loss.per_sample` in training, and compile it if the loss learns the variance.
 
-    Without compilation, such a loss launches more than 100 kernels. Torch compiles a graph for each
-    batch size. The arguments after `loss` are the same as in `protocols.Loss.per_sample`.
+    Without compilation, a loss that learns the variance launches more than 100 kernels. Torch
+    compiles a graph for each batch size. The arguments after `loss` are the same as in
+    `protocols.Loss.per_sample`.
     """
     inputs = (loss, weighted_error, prediction, process, parameterization)
     if loss.output_factor == 1:

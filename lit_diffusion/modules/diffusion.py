@@ -93,16 +93,16 @@ class DiffusionModule(LightningModule):
         guidance: guidance that `generate` uses; None for no guidance.
         lr_scheduler: function that creates the learning-rate schedule from the optimizer. Lightning
             steps the schedule once per optimizer step. None keeps the learning rate constant.
-        conditioning: kind of condition that the data provide and the network takes. If it and
-            `num_classes` are None, the module ignores the labels of the data.
+        conditioning: kind of condition that the data provide and the network takes. If both
+            `conditioning` and `num_classes` are None, the module ignores the labels of the data.
         uniforms: joint distribution of the uniform random numbers from which the module computes
             the times of a batch; None means `Stratified()`.
         channels_last: whether network and images use torch's channels_last memory format, which
             can make convolutions faster.
         compile: mode of `torch.compile` for the network during a fit, which includes its validation
-            and samples. If the loss learns the variance, it is compiled too. None compiles nothing.
-            The modes "reduce-overhead" and "max-autotune" use CUDA graphs for the network. Outside
-            a fit, `compile` has no effect, because compilation would delay the first samples. To
+            and samples. A loss that learns the variance is compiled too. None compiles nothing. The
+            modes "reduce-overhead" and "max-autotune" use CUDA graphs for the network. Outside a
+            fit, `compile` has no effect, because compilation would delay the first samples. To
             generate many samples faster, call `compile_network`. In a compiled network, dropout
             draws different random numbers than in an eager network.
         coupling: rule that assigns the noise of a training batch to its images, as in
@@ -290,7 +290,7 @@ class DiffusionModule(LightningModule):
         distribution `times` maps u to the time t. The target is defined by the parameterization, W
         is the weighting of the loss, and w is `timestep_weight`. A loss that learns the variance
         adds a term, and so does `auxiliary_loss`. If there is a `coupling`, it assigns the noise of
-        the batch to its images.
+        the batch to the images of the batch.
 
         Returns:
             A dictionary with the "loss". For callbacks, it also contains "u", "t" and
@@ -455,8 +455,7 @@ class DiffusionModule(LightningModule):
 
         Raises:
             ValueError: if `labels` is not a valid condition.
-            NonFiniteSamples: if a sample, or an estimate of x0 on the way to it, is NaN or
-                infinite.
+            NonFiniteSamples: if a sample, or an intermediate estimate of x0, is NaN or infinite.
         """
         return self._sample(self.solver, self.process, seeds, labels)
 
@@ -477,8 +476,7 @@ class DiffusionModule(LightningModule):
         Raises:
             ValueError: if `labels` is not a valid condition, if `strength` is not in (0, 1], or if
                 the solver is not a dataclass with `steps` and `times`.
-            NonFiniteSamples: if a sample, or an estimate of x0 on the way to it, is NaN or
-                infinite.
+            NonFiniteSamples: if a sample, or an intermediate estimate of x0, is NaN or infinite.
 
         Source: Meng et al. 2022 (SDEdit).
         """

@@ -70,10 +70,10 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     device, from a checkpoint written without fused=True, or with weights in a different memory
     format.
 
-    Setting fused=True here differs from passing it to the optimizer's constructor. In the second
-    case, the optimizer itself unscales the gradients of precision=16-mixed. For such optimizers,
-    Lightning does not allow `gradient_clip_val`, not even in bf16-mixed. Here, the GradScaler
-    unscales the gradients, and clipping is allowed.
+    If fused=True is passed to the optimizer's constructor, the optimizer itself unscales the
+    gradients of precision=16-mixed. Lightning then does not allow `gradient_clip_val`, not even in
+    bf16-mixed. If this function sets fused=True, the GradScaler unscales the gradients, and
+    clipping is allowed.
 
     Example:
         >>> adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])  # on a CPU

@@ -42,8 +42,8 @@ class VAECodec:
         FileNotFoundError: if a file is missing.
         ModuleNotFoundError: if diffusers is not installed.
         ValueError: if a number is out of range, if the folder contains a different kind of model,
-            or if the weights are in several files. At first use, also if the weights do not fit
-            config.json or are not finite.
+            or if the weights are in several files. The first use raises the error if the weights do
+            not fit config.json or are not finite.
 
     Source: Rombach et al. 2022 (latent diffusion), sections 3.1 and D.1.
 
@@ -136,7 +136,7 @@ class VAECodec:
         return (pixels * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
     def moments(self, images: Tensor, /) -> Tensor:
-        """Return mean and logvar of z, (B, 2C', H', W') float32, for images uint8 (B, C, H, W)."""
+        """Encode images uint8 (B, C, H, W) to mean and logvar of z, float32 (B, 2C', H', W')."""
 
         def encode_part(part: Tensor) -> Tensor:
             posterior = self._vae.to(part.device).encode(part.float() / 127.5 - 1).latent_dist
