@@ -1,9 +1,9 @@
 """Read averages of weights (EMA) from checkpoints and snapshots, and write snapshots.
 
 The file callbacks/ema.py describes the state of `EMA` in a checkpoint. During training, `PowerEMA`
-also writes snapshots, which are files with its averages. Its state in a checkpoint has an
-additional entry "snapshots": {number of updates: SHA-256 of the snapshot}. From snapshots, this
-module reconstructs averages with widths that `PowerEMA` did not compute.
+also writes snapshots, which are files with its averages. The state of `PowerEMA` in a checkpoint
+has an additional entry "snapshots": {number of updates: SHA-256 of the snapshot}. From snapshots,
+this module reconstructs averages with widths that `PowerEMA` did not compute.
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,8 @@ def select_weights(
         averages.
 
     Raises:
-        ValueError: if there are no such weights. The message lists the available weights.
+        ValueError: if the checkpoint does not have these weights. The message lists the available
+            weights.
     """
     if weights == "raw":
         return "raw", {}

@@ -69,9 +69,10 @@ def load(
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
             specific average, or "power_<width>" for an average of `PowerEMA`, which may be
             reconstructed from snapshots. An exported folder has only one set of weights.
-        module: module into which to load the weights. If the weights do not fit, it is unchanged.
-            If None, the module is built from the class paths in the checkpoint. A checkpoint of a
-            module that was built in Python has no class paths, and needs this argument.
+        module: module into which to load the weights. If the weights do not fit, the module is
+            unchanged. If None, the module is built from the class paths in the checkpoint. A
+            checkpoint of a module that was built in Python has no class paths, and needs this
+            argument.
         trust: names of packages from which classes may be built, in addition to
             `config.trust.TRUSTED`. You can also list folders that the module's codec may read,
             which is necessary if only the checkpoint names the folder, and no config in the run
@@ -178,9 +179,9 @@ def split_weights_suffix(source: str) -> tuple[str, str | None]:
 def checkpoint_file(path: str | Path) -> Path:
     """Find the file or folder from which to load.
 
-    A run folder gives its checkpoints/last.ckpt. The name of a model in the package gives the
-    folder of this model, unless a file or folder with this name exists. Any other path is returned
-    as it is.
+    For a run folder, the result is its checkpoints/last.ckpt. For the name of a model in this
+    package, the result is the folder of the model, unless a file or folder with this name exists.
+    Any other path is returned unchanged.
 
     Example:
         >>> str(checkpoint_file("epoch-3.ckpt"))
@@ -242,7 +243,8 @@ def instantiate(
         path: path of the file, for error messages.
         options: command-line options that override the descriptions, such as
             `--data.init_args.NAME=VALUE`.
-        key: name of the object in options and error messages, such as "data" in this option.
+        key: name of the object in options and error messages, such as "data" in
+            `--data.init_args.NAME`.
         check: function that is called with the parsed description before anything is built.
 
     Raises:

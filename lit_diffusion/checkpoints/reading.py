@@ -57,8 +57,8 @@ def read_checkpoint(
     Raises:
         FileNotFoundError: if there is nothing at `path`.
         ValueError: if the file is damaged, is not a checkpoint, contains pickled code, or contains
-            only one rank's shard of a tensor. Also if `path` is a folder without a checkpoint, or
-            if the folder is replaced while it is read. The message gives the path and the reason.
+            only one rank's shard of a tensor; or if the folder contains no checkpoint or is
+            replaced while it is read. The message gives the path and the reason.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -347,7 +347,7 @@ def explain_unreadable(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message without its period, or else the error's type.
+    """Return the first line of an error's message, without a period; the error's type if empty.
 
     Example:
         >>> first_line(ValueError("lr must be > 0."))
