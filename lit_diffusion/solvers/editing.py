@@ -18,7 +18,7 @@ class Tail:
 
     Args:
         base: the grid of which only the last steps are used.
-        whole: number of steps of `base`. The method `grid` must not get more steps.
+        whole: number of steps of `base`. The method `grid` must not be called with more steps.
 
     Example:
         >>> from lit_diffusion.grids import Even
@@ -31,7 +31,7 @@ class Tail:
     whole: int
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """(steps + 1,) float64 times in decreasing order, the last of which is the clean time."""
+        """Return float64 times (steps + 1,) in decreasing order, ending with the clean time."""
         return self.base.grid(process, self.whole)[-steps - 1 :]
 
 
@@ -119,11 +119,11 @@ class RePaint:
             `LogSNR(noisiest=-10)` for a process in continuous time.
         clip: whether to clamp each estimate of x0 to [-1, 1].
         variance: variance of each step. If None, it is the variance that the network has learned,
-            or `FixedSmall()` if the network does not learn a variance. `FixedSmall` is exact if all
-            data are one point, and too small otherwise. For example, Gaussian data with a standard
-            deviation of 0.180 were sampled in 100 steps, each taken 10 times. The samples had a
-            standard deviation of 0.153 with `FixedSmall`, 0.188 with `FixedLarge`, and 0.187 with
-            the exact variance.
+            or `FixedSmall()` if the network does not learn a variance. `FixedSmall` is exact if the
+            data are a single point, and too small otherwise. For example, Gaussian data with a
+            standard deviation of 0.180 were sampled in 100 steps, each taken 10 times. The samples
+            had a standard deviation of 0.153 with `FixedSmall`, 0.188 with `FixedLarge`, and 0.187
+            with the exact variance.
 
     Raises:
         ValueError: if steps < 1 or resamples < 1.
@@ -197,10 +197,10 @@ def repaint_solver(
 ) -> RePaint:
     """Return a RePaint solver with the steps, times and clipping of another solver.
 
-    If the other solver has an attribute `variance`, RePaint uses this variance too.
+    If `solver` has an attribute `variance`, RePaint uses this variance too.
 
     Args:
-        solver: the other solver, a dataclass with `steps` and `times`.
+        solver: solver whose settings to use, a dataclass with `steps` and `times`.
         process: the forward process, on which the solver's default grid may depend.
         known: (B, C, H, W) x0, which is preserved where `mask` is 1.
         mask: (B, 1, H, W) or broadcastable. The mask is 1 where `known` is preserved, and 0 where

@@ -48,8 +48,8 @@ class DPMSolverPP:
         clip: whether to clamp each estimate of x0 to [-1, 1].
         order: 1, 2 or 3.
         eta: amount of noise that steps add, as in the formula above. With 0, sampling is
-            deterministic. With 1, it follows the reverse SDE; with `order=2`, this is the solver
-            "2M SDE".
+            deterministic. With 1, the solver follows the reverse SDE. With 1 and `order=2`, the
+            solver is known as "2M SDE".
 
     Raises:
         ValueError: if the order is not 1, 2 or 3, if eta is negative or infinite, or if steps < 1.

@@ -39,7 +39,7 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
-    """Compute the times of a grid, and check them as `finite_grid` does, and that alpha > 0.
+    """Compute the times of a grid with `finite_grid`, and check that alpha > 0 at each time.
 
     Returns:
         (steps + 1,) float64.
@@ -131,11 +131,11 @@ def level_of(process: Process, t: Tensor) -> Tensor:
 
 
 def batch_of(t: Tensor, x: Tensor) -> Tensor:
-    """Repeat a time t, a scalar on the CPU, for a batch of images x: (B,) on the device of x.
+    """Repeat a time t (a scalar on the CPU) for each of B images x, as a tensor on their device.
 
     The function fills a new tensor on the device instead of copying t, because the host would have
     to wait for the copy. The result has an attribute `time`, which is the time as a Python number.
-    With it, code on the host can make decisions without a synchronization.
+    Code on the host can read this number without synchronizing with the device.
 
     Example:
         >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))
