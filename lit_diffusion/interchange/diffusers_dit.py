@@ -1,8 +1,8 @@
 """Convert arguments and weights of our DiT to diffusers' DiTTransformer2DModel.
 
-The config of diffusers cannot express one difference. The frequencies of the timestep embedding are
-`10000**(-k / 128)` in our DiT, and `10000**(-k / 127)` in diffusers. The code in `FIX_FREQUENCIES`
-gives a loaded pipeline our frequencies.
+The config of diffusers cannot express one difference between the two networks. The frequencies of
+the timestep embedding are `10000**(-k / 128)` in our DiT, and `10000**(-k / 127)` in diffusers. The
+code in `FIX_FREQUENCIES` gives a loaded pipeline our frequencies.
 """
 
 from collections.abc import Mapping

@@ -108,7 +108,8 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
         seeds: one integer per image.
 
     Returns:
-        Sentences that name both solvers, and give the maximal and mean difference of the images.
+        Sentences that name the solvers of pipeline and module, and give the maximal and mean
+        difference of the images.
     """
     folder = Path(folder)
     index = _read_json(folder / "model_index.json")
@@ -202,7 +203,7 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
 
     Raises:
         FileNotFoundError: if the folder contains no model.
-        ValueError: if the model is of a different class.
+        ValueError: if the model is not a UNet2DModel.
     """
     folder = Path(folder)
     folder = folder / "unet" if (folder / "unet").is_dir() else folder

@@ -1,6 +1,6 @@
 """Write and read exported networks: folders with network.safetensors and network.json.
 
-network.json, the record, contains the class path and the arguments of the network. It also
+The record, network.json, contains the class path and the arguments of the network. It also
 describes the module, with its process and solver, so that `lit_diffusion.load` accepts the folder
 as a checkpoint.
 
@@ -232,7 +232,8 @@ def load_network(folder: str | Path) -> nn.Module:
 
     Raises:
         FileNotFoundError: if the folder does not exist or contains no exported network.
-        ValueError: if the two files do not match, or if the network is not one of `NETWORKS`.
+        ValueError: if network.json and network.safetensors do not match, or if the network is not
+            one of `NETWORKS`.
 
     Example:
         >>> network = load_network("exported/digits")  # doctest: +SKIP

@@ -53,8 +53,8 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
 
     Raises:
         FileNotFoundError: if `file` does not exist.
-        ValueError: if the file is not of this kind, if weights are not finite numbers, if an
-            argument is missing or wrong, or if `out` would replace `file`.
+        ValueError: if the file does not have the format of `kind`, if weights are not finite
+            numbers, if an argument is missing or wrong, or if `out` would replace `file`.
 
     Example:
         >>> spec = convert("uvit.pth", "uvit", "imported", {"num_heads": 8})  # doctest: +SKIP
@@ -109,7 +109,7 @@ def model_config(spec: Json) -> Json:
 def check_weights(state: State, source: str) -> None:
     """Raise ValueError unless all weights are dense, real, floating-point and finite.
 
-    All published checkpoints have such weights. The error message contains `source` and the name of
+    All published checkpoints pass this check. The error message contains `source` and the name of
     the first weight that fails the check.
 
     Example:
@@ -155,7 +155,8 @@ def infer(
         The class and the arguments of the network.
 
     Raises:
-        ValueError: if the weights are not of this kind, or if an argument is missing or wrong.
+        ValueError: if the weights do not have the format of `kind`, or if an argument is missing or
+            wrong.
     """
     matches: list[Json] = []
     mismatch = ValueError(f"{source} is not of --kind {kind}.")
