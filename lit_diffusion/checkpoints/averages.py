@@ -65,8 +65,8 @@ def select_weights(
         averages.
 
     Raises:
-        ValueError: if the checkpoint does not have these weights. The message lists the available
-            weights.
+        ValueError: if the checkpoint does not have the requested weights. The message lists the
+            available weights.
     """
     if weights == "raw":
         return "raw", {}

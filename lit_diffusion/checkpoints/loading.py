@@ -164,7 +164,7 @@ def _read_export(folder: Path, weights: str) -> tuple[Checkpoint, str]:
 
 
 def split_weights_suffix(source: str) -> tuple[str, str | None]:
-    """Split "PATH:WEIGHTS" into the path and the name of the weights, or None without a name.
+    """Split "PATH:WEIGHTS" into the path and the name of the weights (None if there is none).
 
     WEIGHTS is "raw", "ema", "ema_<decay>" or "power_<width>".
 

@@ -1,6 +1,7 @@
 """`lit-diffusion fit | validate | test | predict`: help and quick checks of the command line.
 
-After these checks, `cli.fitting` imports torch and Lightning, which takes seconds.
+The checks do not import torch or Lightning, because that takes seconds. `cli.fitting` does so after
+the checks.
 """
 
 import ast

@@ -65,7 +65,7 @@ class ImageGenerator:
     def generate(self, numbers: Sequence[int]) -> Tensor:
         """Generate the images with these numbers, as (N, C, H, W) uint8 on the CPU.
 
-        Each image depends only on its own number, which determines the seed, the condition and the
+        An image depends only on its number, which determines the seed, the condition and the
         initial image.
         """
         module: Any = self.loaded.module

@@ -234,8 +234,8 @@ def import_heavy() -> Iterator[None]:
     """Context manager that hides the objects of imported modules from the garbage collector.
 
     Importing torch and Lightning creates 600,000 objects, most of which live until the process
-    ends. Visiting them in garbage collections would take a third of the CPU time of `sample --num
-    1`.
+    ends. Visiting these objects in garbage collections would take a third of the CPU time of
+    `sample --num 1`.
     """
     if "torch" in sys.modules:  # the command was called from Python, whose objects may be garbage
         yield

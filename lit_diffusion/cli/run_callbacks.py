@@ -115,7 +115,7 @@ CallbackOption = tuple[str, str | None, str]
 
 
 def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[CallbackOption]]:
-    """Split options into those for jsonargparse and those that name the class of a callback.
+    """Split options into options for jsonargparse and options that name a callback class.
 
     Raises:
         ValueError: for an option without a value.

@@ -59,7 +59,8 @@ def build_data(
     """Build and prepare the data module of configs; return None if it has no splits.
 
     As in `fit`, later settings override earlier settings. The `options`, such as
-    "--data.init_args.NAME=VALUE", override all settings. Error messages name `path`.
+    "--data.init_args.NAME=VALUE", override all of them. Error messages name `path` as the file of
+    the settings.
     """
     if not (settings or options):
         return None
@@ -87,7 +88,7 @@ def real_images(
 
     The argument `reference` is a split of the run's data ("train", "val" or "test"), a folder or an
     .npz file. None means "val". If the model was trained on latents, None means the reference of
-    the run's last evaluation. The second result has images of a different split. It is None if the
+    the run's last evaluation. The second image set comes from a different split. It is None if the
     reference is a folder or an .npz file.
     """
     if reference is not None and reference not in SPLITS:
@@ -115,8 +116,8 @@ def real_images(
 def protocol_of_run(checkpoint: str | None) -> str:
     """Name of a run's FID protocol, from its last evaluation or else from its config.
 
-    If the user trained the feature extractor, the result is the path of the copy in the run folder.
-    It is never a path outside the run folder.
+    If the user trained the feature extractor, the result is the path of the extractor's copy in the
+    run folder. It is never a path outside the run folder.
 
     Raises:
         ValueError: if the run has no evaluations, and the extractor in its config is neither

@@ -52,8 +52,8 @@ def write_samples(
 
     Args:
         generator: generates the images.
-        num: number of images.
-        folder: created by `image_folder`.
+        num: number of images in the complete folder.
+        folder: folder to write, created by `image_folder`.
         trajectory: whether to write the trajectories of the first images as well.
 
     Raises:

@@ -20,9 +20,9 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
         spec: class path and arguments in the later config or option.
 
     Returns:
-        A message with the removed arguments that would have changed the new class, or None. An
-        argument would have changed the new class if this class has the argument, with a different
-        default value, and if `spec` does not set it.
+        A message with the removed arguments that matter, or None. A removed argument matters if the
+        new class has it, if the removed value differs from the default of the new class, and if
+        `spec` does not set it.
     """
     if not previous or not previous.get("class_path") or "init_args" not in previous:
         return None

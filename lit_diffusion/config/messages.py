@@ -179,7 +179,7 @@ def is_user_error(
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the message of an error. For an error of the operating system, add what to do."""
+    """Return the message of an error. For an error of the operating system, add advice."""
     if isinstance(error, OSError) and error.errno and error.strerror:
         subject = "" if error.filename is None else f"{error.filename}: "
         fix = FIXES.get(error.errno, "see to the file system, or name another path")

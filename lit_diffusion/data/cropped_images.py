@@ -79,8 +79,8 @@ def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
 class Requirements:
     """Requirements on image files.
 
-    If all files meet the requirements, `check_images` writes a marker file. Its name contains a
-    hash that depends on the repr of this object.
+    If all files meet the requirements, `check_images` writes a marker file. The name of the marker
+    file contains a hash that depends on the repr of this object.
 
     Attributes:
         image_size: pixels on each side of a crop.

@@ -1,8 +1,9 @@
 """Datasets that fetch whole batches, by keys that encode epoch and index.
 
-Keys are `epoch * len(dataset) + index`, where index is the position of an image. Worker processes
-compute the epoch from the key, so random flips and crops are functions of (seed, epoch, index) for
-any number of workers. Plain indices 0, 1, ... are the keys of epoch 0.
+Datasets are indexed by keys `epoch * len(dataset) + index`, where index is the position of an image
+in the dataset. Worker processes compute the epoch from the key, so random flips and crops are
+functions of (seed, epoch, index) for any number of workers. Plain indices 0, 1, ... are the keys of
+epoch 0.
 """
 
 from abc import abstractmethod

@@ -111,7 +111,7 @@ class DescribedDigits(Digits):
         return TensorImages(digits.images, self.condition_of(numbers))
 
     def condition_of(self, seeds: Tensor) -> Tensor:
-        """Return word ids (B, 4) int64 for images to generate. Seed s has description `s % 90`."""
+        """Return word ids (B, 4) int64 for images to generate. Seed s gets description `s % 90`."""
         words = DigitWords().for_seeds(seeds.tolist())
         assert isinstance(words, Tensor)
         return words
@@ -142,9 +142,10 @@ def _terciles() -> tuple[Tensor, Tensor]:
 def measure_ink_and_slant(images: Tensor) -> tuple[Tensor, Tensor]:
     """Measure ink and slant of bright figures on black.
 
-    Let w be the pixel values. Let r and c be a pixel's row and column minus the mean row and column
-    of the ink, which are weighted by w. Ink is `mean(w)`. Slant is `-sum(w * r * c) / sum(w *
-    r**2)`, the number of pixels that a stroke moves to the right per pixel upwards.
+    Let w be the pixel values, and let r and c be the row and column of a pixel relative to the
+    center of the ink (the mean position weighted by w). Ink is `mean(w)`. Slant is
+    `-sum(w * r * c) / sum(w * r**2)`, the number of pixels that a stroke moves to the right per
+    pixel upwards.
 
     Args:
         images: (N, 1, H, W) uint8.

@@ -74,7 +74,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     Files without an image extension are ignored, and an info line names them.
 
     Args:
-        root: the folder.
+        root: folder to list.
         classes: names of the class folders, in the order of their labels. Empty if the images are
             in `root` itself.
 
@@ -251,7 +251,7 @@ class ImageFileDataModule(CroppedImageDataModule):
         return self._listing(self.folder(split))
 
     def fingerprint(self, split: Split) -> str:
-        """Hash of image shape and of files' names, sizes, modification times, as 16 hex digits."""
+        """Hash of the image shape and of the files' names, sizes and mtimes, as 16 hex digits."""
         listing = self.select(split)
         digest = hashlib.sha256(f"{listing.stamp} {self.image_shape}".encode())
         digest.update(listing.names.tobytes())

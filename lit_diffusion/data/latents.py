@@ -3,8 +3,7 @@
 A shard holds two tensors: `moments` has shape (n, 2C, h, w) in float16, and `labels` has shape (n,)
 in int64. The moments are the mean and log-variance of each image's VAE posterior, before the
 latents are scaled. The header of a shard holds a digest of the images, the VAE and the settings.
-Storing moments in float16 changes the decoded pixels by less than rounding these pixels to 8 bits
-does.
+Storing the moments in float16 changes the decoded pixels less than rounding the pixels to 8 bits.
 """
 
 import hashlib

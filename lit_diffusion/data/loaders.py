@@ -54,8 +54,8 @@ def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
     """Return the smallest size >= `batch_size` that gives all processes the same number of batches.
 
     No image is repeated, so some processes may get one image more than others. With `batch_size`
-    images per batch, this image could be a batch of its own. If the model is sharded (FSDP), these
-    processes would hang in that batch, because a forward pass needs all processes.
+    images per batch, the extra image may need an extra batch. If the model is sharded (FSDP), the
+    processes with an extra batch would hang in it, because a forward pass needs all processes.
 
     Raises:
         ValueError: if there are fewer images than processes.
@@ -130,9 +130,9 @@ def batches_done_in_epoch(trainer: Trainer) -> int:
 def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches: int) -> None:
     """Convert the batch count of an interrupted epoch to a different batch size, on resume.
 
-    The epoch continues after the images that were already used. If their number is not a multiple
-    of the images per optimizer step of this run, it is rounded down to a multiple. Some images are
-    then used twice, and a warning says so.
+    The epoch continues after the images that were already used. Their number is rounded down to a
+    multiple of this run's images per optimizer step. Images beyond the rounded number are used
+    twice, and a warning says so.
 
     Args:
         trainer: Trainer that is about to restore its loops.

@@ -65,7 +65,7 @@ class ChunkedSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """Keys of the image and the label in a sample. Fingerprints of datasets include its repr."""
+    """Keys of the image and the label in a sample. The dataset's fingerprint includes them."""
 
     image: str
     label: str

@@ -159,8 +159,8 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
 
     Raises:
         FileNotFoundError: if the folder contains no exported network.
-        ValueError: if the record is damaged, or if the SHA-256 of the weights is not the one in the
-            record.
+        ValueError: if the record is damaged, or if the SHA-256 of the weights differs from the
+            SHA-256 in the record.
     """
     folder = Path(folder)
     if not is_exported(folder):

@@ -85,8 +85,9 @@ class AuxiliaryMetrics:
 class MetricAccumulator:
     """Accumulator of the features of one evaluation's samples.
 
-    Each process adds its own samples. Process r of R must add the samples with the numbers r, r +
-    R, r + 2R and so on, in this order. The method `compute` combines the samples of all processes.
+    Each process adds its own samples. Process r of R must add the samples with the numbers
+    `r, r + R, r + 2R, ...`, in this order. The method `compute` combines the samples of all
+    processes.
     """
 
     def __init__(self, metrics: AuxiliaryMetrics) -> None:

@@ -27,7 +27,7 @@ _RESULT_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
-    """One evaluation: the FID and everything that it depends on. A line of evaluations.jsonl.
+    """Record of an evaluation (a line of evaluations.jsonl): the FID and what it depends on.
 
     All values are plain builtins, so that they can be written as JSON.
 
@@ -110,9 +110,10 @@ def finite_or_none(value: float) -> float | None:
 def write_evaluation(path: Path, record: FIDRecord) -> None:
     """Write a record to evaluations.jsonl, and replace older records of the same measurement.
 
-    Two records are of the same measurement if their steps and all settings are equal. This happens
-    if a run resumes from an earlier step and evaluates a step again. If `record.images` is None, as
-    in evaluations outside a fit, the new line keeps the number of images of the replaced line.
+    Two records belong to the same measurement if their steps and all settings are equal. This
+    happens if a run resumes from an earlier step and repeats an evaluation. If `record.images` is
+    None, as in evaluations outside a fit, the new line keeps the number of images of the replaced
+    line.
 
     Args:
         path: the file, which is created if it does not exist.

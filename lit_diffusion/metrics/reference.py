@@ -105,7 +105,7 @@ class Scorer:
         on. All processes must call this method.
 
         Returns:
-            The features of the share, and the labels of all images at `index`.
+            The features of this process's share, and the labels of all images at `index`.
         """
         rank, world_size = rank_and_world_size()
         features, labels = [torch.zeros(0, self.num_features, device=self.device)], []

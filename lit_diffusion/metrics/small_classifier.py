@@ -301,8 +301,8 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
     """Blur a third of the images, and add noise to another third, for a head that detects both.
 
-    Before that, the function adds weak noise (dither) to all images. The strengths of dither, blur
-    and noise are random.
+    First, the function adds weak noise (dither) to all images. The strengths of dither, blur and
+    noise are random.
 
     Returns:
         The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 is blurred, 2 is noisy.

@@ -115,7 +115,8 @@ class DiffusionModule(LightningModule):
 
     Attributes:
         timestep_density: (num_bins,) density over u in [0, 1]. Training draws u from this density,
-            and computes the time from u. It need not be normalized. None means the uniform density.
+            and computes the time from u. The density need not be normalized. None means the uniform
+            density.
         timestep_weight: (num_bins,) factor on the loss for each bin of u. None means 1.
         watch: function that the solver calls before every step (`protocols.Watch`), or None.
 
@@ -328,8 +329,8 @@ class DiffusionModule(LightningModule):
         """Compute the loss of each image at a given time and with given noise.
 
         The loss is `W(t) * mean((target - network(x_t, t))**2)` with
-        `x_t = alpha(t) * x0 + sigma(t) * noise`. It depends only on the arguments and the weights.
-        A loss that learns the variance adds a term.
+        `x_t = alpha(t) * x0 + sigma(t) * noise`. The result depends only on the arguments and
+        weights. A loss that learns the variance adds a term.
 
         Args:
             x0: (B, C, H, W) clean images, encoded by the codec.
@@ -497,8 +498,8 @@ class DiffusionModule(LightningModule):
     ) -> Tensor:
         """Generate images uint8 (N, C, H, W) that equal given images where a mask is 1.
 
-        The method samples with `solvers.editing.RePaint` instead of the module's solver. It takes
-        the steps, the times and, if it exists, the variance from the module's solver.
+        The method samples with `solvers.editing.RePaint` instead of the module's solver. RePaint
+        uses the steps, the times and, if there is one, the variance of the module's solver.
 
         Args:
             images: uint8 (N, C, H, W) images to preserve in part.

@@ -65,8 +65,8 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     The function leaves `fused` unchanged if the optimizer was created with `fused`, `foreach` or
     `differentiable`, or if a parameter is complex.
 
-    In addition, the optimizer keeps its `fused` and `foreach` when it loads a checkpoint, and gives
-    the loaded state the memory format of the weights. Therefore, a run can resume on a different
+    When the optimizer loads a checkpoint, it keeps its current `fused` and `foreach`, and gives the
+    loaded state the memory format of the weights. Therefore, a run can resume on a different
     device, from a checkpoint written without fused=True, or with weights in a different memory
     format.
 

@@ -136,9 +136,9 @@ def self_attention(
         qkv: (B, N, 3 D) queries, keys and values of all heads.
         num_heads: number of heads, which divides D.
         split_heads_first: order of the 3 D features. True means that queries, keys and values of
-            the first head come first, then queries, keys and values of the second head, and so on,
-            which is the default in improved-diffusion and guided-diffusion. False means that the
-            queries of all heads come first, then all keys, then all values, as in vision
+            the first head come first, then queries, keys and values of the second head, and so on.
+            This order is the default in improved-diffusion and guided-diffusion. False means that
+            the queries of all heads come first, then all keys, then all values, as in vision
             transformers and guided-diffusion's "new attention order".
         mask: (B, N) bool, False for tokens to ignore. None means that no token is ignored.
 
@@ -253,7 +253,7 @@ class PatchEmbed(nn.Module):
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
-    """Split images (B, C, H, W) into patches (B, N, p p C), where p is the patch size.
+    """Split images (B, C, H, W) into N patches (B, N, p * p * C), where p is the patch size.
 
     The features of a patch have the order (row, column, channel).
 
@@ -269,9 +269,9 @@ def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
     """Join patches (B, N, p p C) to images (B, C, H, W), the inverse of `patchify`.
 
     Args:
-        tokens: (B, side^2, p p C).
+        tokens: (B, side * side, p * p * C), where p is the patch size.
         side: number of patches in a row and in a column.
-        patch_size: p.
+        patch_size: height and width of a patch.
 
     Example:
         >>> images = torch.randn(2, 3, 8, 8)

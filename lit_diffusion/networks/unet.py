@@ -456,8 +456,8 @@ class UNet(_Encoder):
     """Diffusion U-Net as in improved-diffusion and guided-diffusion. Initially, it outputs zero.
 
     The network adds the embedding of a label or vector to the embedding of the noise level. The
-    label -1 (no class) adds zero. If the condition consists of tokens or words, a cross-attention
-    block, which attends to them, follows every self-attention block.
+    label -1 (no class) adds zero. If the condition consists of tokens or words, every
+    self-attention block is followed by a cross-attention block that attends to the tokens or words.
 
     Under autocast, the embedding of the noise level and the output layers still compute in the
     dtype of their weights, as in guided-diffusion's half-precision mode.

@@ -220,7 +220,7 @@ class Euler(DDIM):
 class EulerAncestral(DDIM):
     """Euler ancestral sampling, which is DDIM with eta = 1 on a Karras grid.
 
-    Each step is an Euler step to a noise level below the next level of the grid, and then adds
+    Each step makes an Euler step to a noise level below the next level of the grid, and then adds
     noise up to the next level. k-diffusion calls this solver `sample_euler_ancestral`.
 
     Args:

@@ -6,7 +6,7 @@ With `lambda = log(alpha / sigma)`, a step of the probability flow from t to s i
 
 Here, x0(lambda) is the network's estimate of x0 at each lambda between the times t and s. A solver
 evaluates the network only at a few values of lambda, and approximates x0(lambda) in between. This
-approximation is the only source of error, and solvers differ only in it.
+approximation is the only source of error. Solvers differ only in how they approximate x0(lambda).
 """
 
 import math
