@@ -62,10 +62,9 @@ def load(
     """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: where to load from. There are four possibilities: a checkpoint; a run folder, which
-            means its checkpoints/last.ckpt; a folder written by `lit-diffusion convert export`; or
-            "digits" or "mnist", the models in this package. If a file or folder named "digits" or
-            "mnist" exists, it takes precedence.
+        path: a checkpoint, a run folder (which means its checkpoints/last.ckpt), a folder written
+            by `lit-diffusion convert export`, or the name of a model in this package, "digits" or
+            "mnist". If a file or folder with the name of the model exists, it takes precedence.
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
             specific average, or "power_<width>" for an average of `PowerEMA`, which may be
             reconstructed from snapshots. An exported folder has only one set of weights.
@@ -74,9 +73,9 @@ def load(
             checkpoint of a module that was built in Python has no class paths, and needs this
             argument.
         trust: names of packages from which classes may be built, in addition to
-            `config.trust.TRUSTED`. You can also list folders that the module's codec may read,
-            which is necessary if only the checkpoint names the folder, and no config in the run
-            folder does. An entry with a "/" is a folder.
+            `config.trust.TRUSTED`. An entry with a "/" is a folder that the module's codec may
+            read. Such an entry is necessary if the checkpoint names the folder, but no config in
+            the run folder does.
 
     Returns:
         The module. A DiffusionModule is ready for `generate`.

@@ -56,9 +56,9 @@ def read_checkpoint(
 
     Raises:
         FileNotFoundError: if there is nothing at `path`.
-        ValueError: if the file is damaged, is not a checkpoint, contains pickled code, or contains
-            only one rank's shard of a tensor; or if the folder contains no checkpoint or is
-            replaced while it is read. The message gives the path and the reason.
+        ValueError: if a file is damaged, is not a checkpoint, contains pickled code, or contains
+            only one rank's shard of a tensor; if a folder contains no checkpoint, or is replaced
+            while it is read. The message gives the path and the reason.
 
     Example:
         >>> from tempfile import mkdtemp

@@ -134,7 +134,7 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
 
     Args:
         options: how to generate and score images.
-        widths: relative widths of `PowerEMA`.
+        widths: relative widths of the EMA, as in `PowerEMA`.
 
     Returns:
         A record for JSON: the records by width, the best width, and the paths of the figure and of

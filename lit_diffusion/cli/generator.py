@@ -303,7 +303,7 @@ def build_guidance(
     """Build the guidance of --guidance, --weaker and --classifier.
 
     Args:
-        module: module to guide. It must be on its device and have its final solver.
+        module: module to guide. It must already be on the final device and have the final solver.
         options: options that change the guidance.
 
     Returns:

@@ -45,9 +45,9 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
 
     A save preserves the previous last.ckpt as before-last.ckpt until a batch has a finite loss with
     the new weights. On a GPU, the loss is read only at logging steps. If another save happens
-    before the loss is read, and FiniteUpdates has skipped no update since the first save, the first
-    save becomes before-last.ckpt. If a non-finite loss or gradient ends the run, before-last.ckpt
-    replaces last.ckpt, whose weights may already be bad.
+    before the loss is read, and FiniteUpdates has skipped no update since the earlier save, the
+    earlier save becomes before-last.ckpt. If a non-finite loss or gradient ends the run,
+    before-last.ckpt replaces last.ckpt, whose weights may already be bad.
 
     Args:
         folder: folder of last.ckpt.

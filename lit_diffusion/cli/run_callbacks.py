@@ -98,7 +98,7 @@ class ColoredStepBar(StepBar):
 
 
 class EndPredictions(Callback):
-    """Ends `predict` before the next batch after SIGTERM, as Lightning does in its other loops."""
+    """Ends `predict` before the next batch after SIGTERM, as Lightning ends its other loops."""
 
     def on_predict_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Raise SIGTERMException after the signal."""

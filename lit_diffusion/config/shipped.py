@@ -16,7 +16,7 @@ def shipped_configs() -> Path:
     """Return the folder of the configs that are installed with the package.
 
     The folder is `configs/` in a checkout, and `lit_diffusion/configs/` in an installed wheel. In
-    both cases, it is next to the folder of `lit_diffusion.callbacks`.
+    both cases, the folder is next to the folder of `lit_diffusion.callbacks`.
 
     Example:
         >>> (shipped_configs() / "digits.yaml").exists()

@@ -17,8 +17,8 @@ from lit_diffusion.files import IMAGE_MODES, checked_read, open_image
 
 BatchKey: TypeAlias = int | str | Callable[..., Any] | None
 """How to get the images (N, C, H, W) of a batch: an index, a key, or a function of the batch. None
-means the batch itself if it is a tensor, the first item of a tuple or list, or the only 4-d tensor
-of a dictionary."""
+selects the whole batch if the batch is a tensor, the first item if it is a tuple or list, and the
+only 4-dimensional tensor if it is a dictionary."""
 
 LABEL_KEYS = ("label", "labels", "class", "class_label", "cls", "target", "y")
 """Keys of labels in batches that are dictionaries, in order of precedence."""
@@ -35,8 +35,8 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
     Args:
         batch: batch of any data loader.
         key: where the images are: an index, a dictionary key, or a function of the batch. None
-            means the batch itself if it is a tensor, the first item of a tuple or list, or the only
-            4-dimensional tensor of a dictionary.
+            selects the whole batch if the batch is a tensor, the first item if it is a tuple or
+            list, and the only 4-dimensional tensor if it is a dictionary.
         ndim: required number of dimensions; None allows any number.
 
     Raises:
@@ -67,8 +67,8 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     """Convert the images of a batch to uint8 (N, C, H, W).
 
     The function permutes channels-last images (N, H, W, C). It converts floating-point images only
-    if their values show their range: all values must be multiples of 1/255 in [0, 1], or the same
-    256 levels scaled to [-1, 1].
+    if the values show which range they have. All values must be multiples of 1/255 in [0, 1], or
+    the same 256 levels scaled to [-1, 1].
 
     Args:
         batch: batch of any data loader.

@@ -131,8 +131,8 @@ def measure_reference(
 
     The real-data floor is the FID of real images in place of samples. With `others`, the function
     draws up to `num_samples` images of `others` and scores them against all of `real`. Without
-    `others`, it scores a part of `real` (at most half of it, and at most `num_samples` images)
-    against other images of `real`.
+    `others`, the function scores a part of `real` against other images of `real`. The part has at
+    most half of the images, and at most `num_samples`.
 
     An FID depends on the proportions of the classes. Therefore, the function draws images with the
     same labels as the samples, as far as possible. It draws `NUM_DRAWS` times from a pool of up to

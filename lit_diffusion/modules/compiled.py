@@ -51,9 +51,9 @@ def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = Fals
     """Compile a network, or each of its blocks, in place. Compilation starts at the next call.
 
     Tensor sizes are constants of a compiled graph, unless `run_compiled` marks them as dynamic. By
-    default, torch would compile a slower graph with dynamic sizes as soon as it gets a second size,
-    and use this graph from then on. The exact result of a step would then depend on the sizes of
-    earlier batches. Thus, a resumed fit could differ from an uninterrupted fit.
+    default, torch would compile a slower graph with dynamic sizes as soon as a tensor has a second
+    size, and would use this graph from then on. The exact result of a step would then depend on the
+    sizes of earlier batches. Thus, a resumed fit could differ from an uninterrupted fit.
 
     Args:
         network: the network.

@@ -205,7 +205,7 @@ class FinalLayer(nn.Module):
     """Adaptive norm and a linear map, the last layers of a transformer.
 
     The layer computes the shift and scale of the norm from c, the embedding of noise level and
-    condition. Under autocast, it still computes in the dtype of its weights.
+    condition. Under autocast, the layer still computes in the dtype of its weights.
 
     Source: Peebles & Xie 2022 (DiT), section 3.2.
     """
@@ -266,7 +266,7 @@ def patchify(x: Tensor, patch_size: int) -> Tensor:
 
 
 def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
-    """Join patches (B, N, p p C) to images (B, C, H, W), the inverse of `patchify`.
+    """Join patches (B, N, p * p * C) to images (B, C, H, W), the inverse of `patchify`.
 
     Args:
         tokens: (B, side * side, p * p * C), where p is the patch size.
@@ -317,8 +317,9 @@ class Patched(nn.Module):
     network, and moves the channels of its output back into pixels.
 
     Args:
-        network: network for images with `size**2 * C` channels. It must have as many output
-            channels as input channels, or twice as many if it also predicts the variance.
+        network: network for images with `size**2 * C` channels. The network must have as many
+            output channels as input channels, or twice as many if the network also predicts the
+            variance.
         size: height and width of a patch, which must divide the height and width of the images.
 
     Source: Shi et al. 2016 (arXiv 1609.05158), section 3.2, for the order of pixels in channels.

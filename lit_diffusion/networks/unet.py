@@ -575,9 +575,9 @@ class UNet(_Encoder):
 
         Args:
             x: (B, in_channels, H, W). H and W must be divisible by `2**(levels - 1)`.
-            noise_label: (B,) noise labels of the process, such as time steps, which may be
-                fractional. They are float32 or float64 whatever the dtype of x is, because bfloat16
-                cannot represent 999.
+            noise_label: (B,) noise level of each image, encoded by `Process.noise_label`, such as a
+                time step, which may be fractional. The dtype is float32 or float64 even if x is
+                bfloat16, because bfloat16 cannot represent 999.
             condition: condition of the images, of the network's kind. For `Classes`, it is labels
                 (B,) int64, with -1 for no class. None means that no image has a condition.
 

@@ -82,7 +82,7 @@ class UViT(nn.Module):
     Published models are named by size and patch_size. They include S/2 for CIFAR-10, M/4 and L/4
     for ImageNet at 64 x 64 pixels, L/4 and H/4 for latents of shape (4, 64, 64), and H/2 for
     latents of shape (4, 32, 32). Models of size H have final_conv=False, and their noise labels are
-    the steps 1 to 1000. The noise labels of the other models are real numbers from 0 to 999.
+    the time steps 1 to 1000. The noise labels of the other models are real numbers from 0 to 999.
 
     The embedding of a label or vector is the first token of the sequence. The embeddings of tokens
     or words come last.
@@ -186,7 +186,8 @@ class UViT(nn.Module):
 
         Args:
             x: (B, in_channels, image_size, image_size).
-            noise_label: (B,) noise labels of the process, float32 or float64.
+            noise_label: (B,) noise level of each image, encoded by `Process.noise_label`, in
+                float32 or float64.
             condition: condition of the images, of the network's kind. For `Classes`, it is labels
                 (B,) int64, with -1 for no class. None means that no image has a condition.
 

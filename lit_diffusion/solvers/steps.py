@@ -63,7 +63,7 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
-    """Return the solver's grid, or else its default grid on this process; None if it has neither.
+    """Return the time grid of a solver, or its default grid on this process; None without either.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -78,7 +78,7 @@ def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
 
 
 def with_grid(solver: Any, process: Process) -> Any:
-    """Return a copy of the solver in which `times` is the grid that it uses on this process.
+    """Return a copy of a solver whose `times` is the grid that the solver uses on this process.
 
     Evaluation records store this copy, because `times=None` would not show which grid was used. A
     solver without `times` is returned as it is.
