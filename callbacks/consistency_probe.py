@@ -1,4 +1,4 @@
-"""Measure how much the samples of fixed seeds change during training. Needs no real images."""
+"""Measure how much the samples of fixed seeds change during training, without real images."""
 
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ NAME = "val/consistency"
 
 
 class ConsistencyProbe(PeriodicEvaluation):
-    """Logs the PSNR between samples of the same seeds now and at the previous measurement.
+    """Logs the PSNR between the current and the previously measured samples of the same seeds.
 
     The metric `val/consistency` is the mean PSNR in dB. It rises as a run converges, because the
     samples change less. It does not measure how good the samples are. Samples are generated with
@@ -32,8 +32,8 @@ class ConsistencyProbe(PeriodicEvaluation):
             of a fit.
 
     Raises:
-        ValueError: if an argument is below 1, or, at fit start, if `every_n_steps` is None and the
-            fit has no validation.
+        ValueError: if an argument is below 1. At fit start, the error is also raised if
+            `every_n_steps` is None and the fit has no validation.
         TypeError: at fit start, if the module has no method `generate(seeds, labels=None)`.
 
     Source: Eq. 1 of "Why diffusion models are stable and how to make them faster" (2023), applied
@@ -64,7 +64,7 @@ class ConsistencyProbe(PeriodicEvaluation):
         self._last_images = state_dict.get("images")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Clear the samples of an earlier run. The samples of a checkpoint are loaded later."""
+        """Clear the samples of an earlier run. Lightning loads checkpoints after this hook."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._last_images = None

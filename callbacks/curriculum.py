@@ -46,7 +46,7 @@ def clts_gamma(step: int, num_steps: int) -> float:
 def gaussian_log_density(
     mean: float, std: float, num_bins: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Return the log density of `N(mean, std**2)` for each bin, without its normalizing constant.
+    """Return the log density of `N(mean, std**2)` for each bin, without the normalizing constant.
 
     Returns:
         (num_bins,) float64: the values of `-(u - mean)**2 / (2 * std**2)` at the right edges of the
@@ -86,8 +86,8 @@ def clts_density(
     The argument `normalize` selects how to mix the two densities. "truncate" first normalizes the
     Gaussian over the bins, so that gamma is the fraction of samples from the Gaussian. "mix" adds
     the Gaussian of Eq. 7 without this normalization, and then normalizes the sum. With "mix", the
-    fraction is smaller, because a part of the Gaussian is outside [0, 1]. With the default mean and
-    std, only 38% of the Gaussian is inside.
+    fraction of samples from the Gaussian is below gamma, because a part of the Gaussian is outside
+    [0, 1]. With the default mean and std, only 38% of the Gaussian is inside.
 
     Args:
         step: optimizer steps completed.
@@ -138,7 +138,7 @@ class _Curriculum(TimestepWriter):
         )
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """Return the progress `clts/gamma`, and the total variation from uniform, `clts/tv`."""
+        """Return the progress as `clts/gamma`, and the total variation to uniform as `clts/tv`."""
         return {
             "clts/gamma": clts_gamma(step, self.num_steps),
             "clts/tv": total_variation(self.density_at(step, device)),
@@ -173,9 +173,9 @@ class TimestepCurriculum(_Curriculum):
             `clts_density`.
 
     Raises:
-        ValueError: if an argument is invalid; at fit start, if the module has no attribute
-            `timestep_density` or if another callback sets this attribute too; at a batch, if other
-            code has set this attribute.
+        ValueError: if an argument is invalid. At fit start, the error is also raised if the module
+            has no attribute `timestep_density`, or if another callback sets this attribute too. At
+            the start of a batch, the error is also raised if other code has set this attribute.
 
     Source: Eq. 7 and 8 of "Why diffusion models are stable and how to make them faster" (2023).
 
@@ -192,13 +192,13 @@ class TimestepCurriculum(_Curriculum):
 
 
 class CurriculumWeight(_Curriculum):
-    """Control for `TimestepCurriculum`: uses the density of the curriculum only as a loss weight.
+    """Control experiment for `TimestepCurriculum`: weights the loss by the curriculum's density.
 
     The loss at a noise level in bin i is multiplied by `num_bins * p[i]`, where p is the
-    `clts_density` of the step. The module samples noise levels as it does without this callback. If
-    it samples them uniformly, the expected gradients are the same as with `TimestepCurriculum`, and
-    only the variance of the gradients differs. The arguments are the same as those of
-    `TimestepCurriculum`.
+    `clts_density` of the step. The callback does not change how the module samples noise levels. If
+    the module samples them uniformly, the expected gradients are the same as with
+    `TimestepCurriculum`, and only the variance of the gradients differs. `TimestepCurriculum`
+    describes the arguments.
 
     Example:
         >>> curriculum = CurriculumWeight(num_steps=100, num_bins=4)
@@ -215,13 +215,13 @@ class CurriculumWeight(_Curriculum):
 
 
 class ImportanceWeightedCurriculum(_Curriculum):
-    """Control for `TimestepCurriculum`: samples like the curriculum, with importance weights.
+    """Control experiment for `TimestepCurriculum`: adds importance weights to its density.
 
     The module samples noise levels from p, the `clts_density` of the step. The loss at a noise
     level in bin i is divided by `num_bins * p[i]`. The expected gradients are therefore the same as
-    with uniformly sampled noise levels. If `TimestepCurriculum` is better than this control, the
-    reason is the changed objective. The arguments are the same as those of `TimestepCurriculum`.
-    The Gaussian must be wide enough that no bin has probability 0.
+    with uniformly sampled noise levels. If `TimestepCurriculum` gives a better model than this
+    control, the reason is the changed objective. `TimestepCurriculum` describes the arguments. The
+    Gaussian must be wide enough that no bin has probability 0.
 
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)

@@ -89,16 +89,15 @@ def ema_update_(
 ) -> None:
     """Update averages in place: `shadow = decay * shadow + (1 - decay) * params`.
 
-    The update is computed with `torch.lerp`, because lerp leaves an average that equals the weights
-    exactly unchanged. The formula `decay * shadow + (1 - decay) * params` would change such an
-    average by rounding errors. Weights are first copied to the device and cast to the dtype of
-    their averages. If a tensor is split over ranks (a DTensor), each rank updates the part that it
-    stores.
+    The update is computed with `torch.lerp`. If an average equals the weights, lerp does not change
+    the average. The formula `decay * shadow + (1 - decay) * params` would change it by rounding
+    errors. Weights are first copied to the device and cast to the dtype of their averages. If a
+    tensor is split over ranks (a DTensor), each rank updates the part that it stores.
 
     Args:
         shadow: the averages.
-        params: the weights, one for each average and with the same shape.
-        decay: weight of the old averages, in [0, 1].
+        params: one tensor of weights for each average, with the shape of the average.
+        decay: factor on the old averages, in [0, 1].
         found_inf: scalar float tensor on the device. If it is 1, the averages do not change. The
             check runs on the device, so the host does not wait for it.
 
@@ -258,12 +257,12 @@ class EMA(pl.Callback):
       optimizer. Averages are stored in float32, or in a wider dtype if the parameter has one.
       Shared parameters are averaged once. If a parameter is unfrozen or added during training, its
       average starts then.
-    - Each optimizer counts its own steps, so each network of a GAN is averaged at the steps of its
-      own optimizer. Batches that only accumulate gradients do not count as steps. Neither do steps
-      that a GradScaler skips.
-    - Validation, test and predict swap in the averages of the first decay, and swap the raw weights
+    - Steps are counted for each optimizer, so each network of a GAN is averaged at the steps of its
+      own optimizer. Batches that only accumulate gradients and updates that a GradScaler skips do
+      not count as steps.
+    - Validation, test and predict use the averages of the first decay, and swap the raw weights
       back in at the end. Inside the context `weights(name)`, they use the weights called `name`
-      instead. Before the first update of the averages, they use the raw weights.
+      instead. Before the first update of the averages, all of them use the raw weights.
     - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in.
       Every checkpoint therefore contains the raw weights. To read the averages while they are
       swapped in, read the module's parameters. Checkpoints also contain all averages, in
@@ -280,15 +279,15 @@ class EMA(pl.Callback):
       rank 0. All ranks must also enter `weights()` together.
 
     Args:
-        decays: decay of the average per optimizer step, in [0, 1). With several values, one average
-            is kept for each. A decay of 0.9999 has a half-life of 6,931 steps.
+        decays: decay of the average per optimizer step, in [0, 1). If you pass several values, one
+            average is kept for each value. A decay of 0.9999 has a half-life of 6,931 steps.
         warmup: whether to limit the decay of step n = 0, 1, ... to `(1 + n) / (10 + n)`.
         every_n_steps: optimizer steps between updates of the averages. Each update uses the product
             of the decays of the steps since the last update.
         prefix: name of the submodule to average, such as "network"; "" averages all parameters. If
             there are several EMA callbacks, no parameter may be under the prefixes of two of them.
-        start: number of initial optimizer steps in which the averages equal the weights. The steps
-            of the warm-up are counted from there.
+        start: number of optimizer steps after which averaging starts. Until then, the averages
+            equal the weights. The steps of the warm-up are counted from the start of averaging.
         buffers: whether to average floating point buffers under `prefix` too, such as the running
             statistics of BatchNorm. If the module has several optimizers, buffers are averaged at
             the steps of the first optimizer that trains averaged parameters. The singular vectors
@@ -297,9 +296,9 @@ class EMA(pl.Callback):
             because each update copies the weights to the CPU.
 
     Raises:
-        ValueError: if an argument is invalid, or, at the start of a run, if no parameter is under
-            the prefix, if the prefixes of two EMA callbacks overlap, if the strategy is not
-            supported, or if the averages in the checkpoint do not fit the module.
+        ValueError: if an argument is invalid. At the start of a run, the error is also raised if no
+            parameter is under the prefix, if the prefixes of two EMA callbacks overlap, if the
+            strategy is not supported, or if the averages in the checkpoint do not fit the module.
         FloatingPointError: if an average is not finite.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
@@ -352,7 +351,7 @@ class EMA(pl.Callback):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps since averaging started. With several optimizers, the largest count."""
+        """Number of optimizer steps since averaging started: the largest count of any optimizer."""
         return max([*self._idle_steps.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:
@@ -365,7 +364,7 @@ class EMA(pl.Callback):
     # Weights by name
 
     def names(self) -> list[str]:
-        """Names that `weights` accepts: "raw", "ema" (first decay), "ema_<decay>" (each decay)."""
+        """Return the names that `weights` accepts: "raw", "ema" (first decay) and "ema_<decay>"."""
         return list(self._names)
 
     @contextmanager
@@ -700,9 +699,9 @@ class EMA(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by decay and name, or {} if there are none.
 
-        If weights are split over ranks, all ranks must call this method together. It returns the
-        whole averages on rank 0 and {} on the other ranks. If the strategy saves split tensors part
-        by part, the method instead returns, on each rank, the parts that this rank stores.
+        If weights are split over ranks, all ranks must call this method together. Rank 0 then gets
+        the whole averages, and the other ranks get {}. If each rank saves its own parts of split
+        tensors (see `saves_split_tensors`), each rank gets the parts that it stores.
         """
         state = self._averages_state()
         return state if saves_split_tensors(self._module) else gather_state(state)

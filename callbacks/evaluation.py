@@ -61,7 +61,7 @@ def refuse_other_run(
         trainer: the Trainer of the new fit.
         path: a file or folder that the new fit would change.
         exists: whether another fit has written `path`. Only the value on rank 0 is used.
-        fix: advice for the user, which ends the error message.
+        fix: advice for the user, for the end of the error message.
     """
     is_new = trainer.ckpt_path is None and trainer.global_step == 0
     if trainer.strategy.broadcast(exists and is_new and not hasattr(trainer, "run_folder")):
@@ -103,7 +103,7 @@ class PeriodicEvaluation(Callback, ABC):
 
     @abstractmethod
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Return metrics by name. All ranks call this method; the values of rank 0 are logged."""
+        """Return metrics by name. All ranks call this method. The values of rank 0 are logged."""
 
     @abstractmethod
     def metric_names(self) -> list[str]:
@@ -158,10 +158,10 @@ class PeriodicEvaluation(Callback, ABC):
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure, and log the metrics at the logger step of the last optimizer step.
 
-        This method passes the metrics directly to the loggers, because `pl_module.log` would hold
-        them back until the next logging step (see `log_every_n_steps`). If there were several
-        measurements until then, all but the last would be lost. The last one would be repeated at
-        later logging steps. It would be lost if the run is saved and ends before the logging step.
+        This method passes the metrics directly to the loggers. `pl_module.log` would log them at
+        the next logging step instead (see `log_every_n_steps`). Of several measurements before that
+        step, only the last would be logged, and it would be logged again at later logging steps. If
+        the run were saved and ended before that step, the measurements would be lost.
         """
         metrics = self.measure(trainer, pl_module)
         for logger in trainer.loggers if metrics else ():
@@ -184,8 +184,8 @@ def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
     Inside the context, the module is in eval mode, gradients are disabled, and the Trainer's
     precision applies. At the end, the states of the random generators are restored. The context
-    uses `torch.no_grad` instead of `torch.inference_mode`. Otherwise, training could not use
-    tensors that the module caches inside the context.
+    uses `torch.no_grad`, because training could not use tensors that the module caches under
+    `torch.inference_mode`.
     """
     with (
         isolate_rng(),
@@ -264,8 +264,8 @@ def generate_images(
     """Generate one image per seed. If the module has classes, the label is `seed % num_classes`.
 
     Returns:
-        The images (N, C, H, W) uint8, and an empty list. If any sample is not finite, the function
-        returns None instead of the images, and the list has the seeds of the non-finite samples.
+        A tuple of the images, as uint8 of shape (N, C, H, W), and an empty list. If any sample is
+        not finite, the tuple is None and the list of the seeds of the non-finite samples.
     """
     assert isinstance(module, CanGenerate)
     num_classes = getattr(module, "num_classes", None)
@@ -387,8 +387,9 @@ class FixedImages(NamedTuple):
             module: a module that implements `protocols.HasNoiseLevels`.
 
         Returns:
-            x0 (N, C, H, W), the labels (None if the loss takes no labels), and noise with the shape
-            of x0. The noise of an image depends only on the image's index in the data set.
+            A tuple of x0, the labels and the noise. Both x0 and the noise have the shape
+            (N, C, H, W). The labels are None if the loss takes no labels. The noise of an image
+            depends only on the index of the image in the data set.
         """
         x0 = module.codec.encode(self.images.to(module.device))
         noise = PerSampleNoise(self.indices, stream="noise level").randn_like(x0)
@@ -401,9 +402,9 @@ class FixedImages(NamedTuple):
 def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedImages:
     """Read at most `num` images, evenly spaced over a data set. Every call reads the same images.
 
-    The data set is the first one that can be indexed. The function creates a new loader for it,
-    because iterating over the Trainer's loader would restart the loader's persistent workers in the
-    middle of an epoch.
+    The images come from the first data set that can be indexed. The function creates a new loader
+    for this data set, because iterating over the Trainer's loader in the middle of an epoch would
+    restart the loader's persistent workers.
 
     Args:
         loaders: the Trainer's loaders of a split.

@@ -55,30 +55,32 @@ class FIDEvaluation(PeriodicEvaluation):
     - Samples: the callback calls `pl_module.generate(seeds, labels)` for the seeds 0, ...,
       num_samples - 1. If the module has classes, the label is `seed % num_classes`. Process r of R
       generates the seeds r, r + R, and so on. The module generates in eval mode, in the Trainer's
-      precision, and with the weights that `weights` names. The extractor computes in float32. The
-      evaluation does not change the training.
-    - Metrics: the callback logs the FID as `val/fid_<num_samples>` and its floor as
-      `val/fid_<num_samples>_floor`. The floor is the FID of real images instead of samples. If the
-      data have enough images, there are as many real images as samples, with the same labels. If
-      the data have a test split, `trainer.test` logs `test/fid_<num_samples>`. If `weights` is not
-      "ema", the metric names contain the name of the weights.
+      precision, and with the weights that the argument `weights` selects. The extractor computes in
+      float32. The evaluation does not change the training.
+    - Metrics: the callback logs the FID as `val/fid_<num_samples>`. It also logs a floor as
+      `val/fid_<num_samples>_floor`. The floor is an FID in which real images replace the samples.
+      If the data have enough images, the floor uses as many real images as there are samples, with
+      the same labels. If the data have a test split, `trainer.test` logs `test/fid_<num_samples>`.
+      If `weights` is not "ema", the metric names contain the name of the weights.
     - Files: each evaluation appends one line to `evaluations.jsonl` in the run folder. The line has
       the FID and all settings under which it was computed. The checkpoint with the best FID is
       `checkpoints/best-fid.ckpt` in the same folder.
     - Run folder: `lit-diffusion fit` sets the run folder. In other projects, it is the first
       logger's version directory, or `default_root_dir` if there is no logger. A new run raises an
       error if `evaluations.jsonl` in this folder has evaluations of another run.
-    - With `every_n_steps`, the FID goes to the loggers only. `ModelCheckpoint(monitor=...)` cannot
-      use this FID, because ModelCheckpoint would rank the weights at a validation by an FID from an
-      earlier step.
-    - Auxiliary metrics of the same samples are written to `evaluations.jsonl` under the key
-      `second_look`. They include the Frechet distances between samples and real images in pixels
-      and in the features of an untrained network. If `reference` is "train", they also include the
-      FID to held-out images. Each of these distances has a floor. Precision and recall are computed
-      in the extractor's features and in pixels.
-    - The last auxiliary metric, `memorized`, is the fraction of samples whose distance to the
-      nearest training image is at most the median of this distance for held-out images. It is about
-      0.5 for new images and 1 for copies.
+    - With `every_n_steps`, the FID is sent to the loggers only. `ModelCheckpoint(monitor=...)`
+      cannot use this FID, because ModelCheckpoint would rank the weights at a validation by an FID
+      from an earlier step.
+    - Auxiliary metrics: the callback computes more metrics of the same samples, and writes them to
+      `evaluations.jsonl` under the key `second_look`. They include Frechet distances between
+      samples and real images, in pixels and in the features of an untrained network. If `reference`
+      is "train", they also include the FID to held-out images. Each of these distances is written
+      with a floor, the distance of real images in place of samples. Precision and recall are
+      computed in the extractor's features and in pixels.
+    - Memorization: the auxiliary metric `memorized` is the fraction of samples that are close to a
+      training image. A sample is close if its distance to the nearest training image is at most the
+      median of these distances for held-out images. `memorized` is about 0.5 for new images and 1
+      for copies.
     - If samples are not finite, the FID is NaN, a warning lists the seeds of these samples, and
       training continues.
     - `fast_dev_run` generates one sample and computes no FID.
@@ -86,13 +88,13 @@ class FIDEvaluation(PeriodicEvaluation):
     Args:
         num_samples: number of samples to generate, >= 2. FIDs of different numbers of samples are
             not comparable.
-        extractor: an FID protocol, which defines the extractor and the resizing, or the name of
-            one: "inception-v3-compat", "digits-cnn" or "patches-cnn". You can also pass the path of
-            a file that `lit-diffusion train-extractor` has written. This file is copied to the run
-            folder.
+        extractor: feature extractor, and how images are resized for it: an `FIDProtocol`, or one of
+            the names "inception-v3-compat", "digits-cnn" and "patches-cnn". You can also pass the
+            path of a file that `lit-diffusion train-extractor` has written. This file is copied to
+            the run folder.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
-            folder of images, or an .npz file of images. If the split comes from a DataLoader of the
-            Trainer, its images include the augmentation.
+            folder of images, or an .npz file of images. If the images of a split are read from a
+            DataLoader of the Trainer, they are augmented as in training.
         every_n_steps: optimizer steps between evaluations; None evaluates after every validation.
         weights: name of the weights to use. A callback such as EMA provides named weights (see
             `protocols.WeightsProvider`). The name "raw" selects the weights being trained.
@@ -100,9 +102,9 @@ class FIDEvaluation(PeriodicEvaluation):
         save_best: whether to write best-fid.ckpt.
         cache_dir: folder in which to cache statistics of the real images; None is
             ~/.cache/lit-diffusion.
-        repeats_at_end: number of additional evaluations at the end of a fit. They use the same
-            weights, and each uses the next `num_samples` seeds. Their results are written to
-            `evaluations.jsonl` only. They show how much the FID varies between sets of samples.
+        repeats_at_end: number of additional evaluations of the last weights at the end of a fit.
+            Each evaluation uses the next `num_samples` seeds, to measure how much the FID varies
+            between sets of samples. The results are written to `evaluations.jsonl` only.
         images: how to find the images in a batch of a DataLoader: an index, a key, or a function of
             the batch that returns images (N, C, H, W). None uses the batch itself, its first part,
             or the one image tensor of a dictionary. Floats must have 256 levels over [0, 1] or
@@ -110,9 +112,10 @@ class FIDEvaluation(PeriodicEvaluation):
         auxiliary_metrics: whether to compute the auxiliary metrics.
 
     Raises:
-        ValueError: if an argument is invalid, or, at the start of a run, if no callback provides
-            the named weights, if there are no real images, if another run has written to the
-            folder, or if two of these callbacks conflict.
+        ValueError: if an argument is invalid. At the start of a run, the error is also raised if no
+            callback provides the named weights, if there are no real images, if another run has
+            written to the run folder, or if another FIDEvaluation would log the same metric or
+            write the same file.
         FileNotFoundError: at the start of a run, if the extractor's weight file is missing.
 
     Source: Eq. 6 of Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule" (arXiv
@@ -177,9 +180,10 @@ class FIDEvaluation(PeriodicEvaluation):
     # Checks before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise an error for an unsuitable module, weights or extractor, or for a conflict.
+        """Raise an error if the module, the weights or the extractor are unsuitable.
 
-        Two of these callbacks conflict if they would log the same metric or write the same file.
+        An error is also raised if another FIDEvaluation would log the same metric or write the same
+        file.
         """
         super().setup(trainer, pl_module, stage)
         self._real.clear()  # the data may have changed since the last run
@@ -208,7 +212,7 @@ class FIDEvaluation(PeriodicEvaluation):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute statistics of the real images.
 
-        If the checkpoint's best FID was measured with other settings, this best FID is dropped.
+        The best FID of the checkpoint is dropped if the settings of the evaluation have changed.
         """
         super().on_train_start(trainer, pl_module)
         self.image_count = start_image_count(trainer, self.image_count)
@@ -270,7 +274,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self._save_best(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last weights with other seeds. Only evaluations.jsonl gets the results."""
+        """Evaluate the last weights with new seeds, and write the results to evaluations.jsonl."""
         if trainer.fast_dev_run or not self.repeats_at_end:  # type: ignore[attr-defined]
             return
         if self._evaluated_step != trainer.global_step:
@@ -465,7 +469,7 @@ class FIDEvaluation(PeriodicEvaluation):
         return f"{type(self).__qualname__}{parts}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best FID so far, its step and settings, and the number of training images."""
+        """Return the best FID with its step and settings, and the count of images trained on."""
         return {
             "best_score": self.best_score,
             "best_step": self.best_step,
@@ -494,7 +498,7 @@ class FIDEvaluation(PeriodicEvaluation):
 
 
 def averaging_decay(trainer: Trainer, weights: str) -> float | None:
-    """Return the decay of the weights called `weights`, or None if it is unknown or ambiguous.
+    """Return the EMA decay of the weights called `weights`; None if it is unknown or ambiguous.
 
     The decay is ambiguous if several callbacks provide weights of this name with different decays.
     The function reads the decay from the name, because EMA names its averages "ema_<decay>". If the

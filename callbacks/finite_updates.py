@@ -41,7 +41,7 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 
 @dataclass
 class _MicroBatch:
-    """A batch on this rank, with flags that tell whether its loss and gradients are finite."""
+    """A batch on this rank, with flags for a non-finite loss and non-finite gradients."""
 
     step: int  # optimizer steps completed before the batch
     batch: Any
@@ -54,9 +54,9 @@ class _MicroBatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)  # tensors returned by training_step
 
     def flags(self) -> Tensor:
-        """Return flags (2,) on the device: whether the loss and whether a gradient is non-finite.
+        """Return two flags on the device: one for a non-finite loss, one for a non-finite gradient.
 
-        A flag is the float 1 or 0.
+        The flags are a float tensor of shape (2,). Each flag is 1 or 0.
         """
         bad_gradient = None if self.gradients is None else self.gradients[0].any()
         flags = [
@@ -94,7 +94,7 @@ class _Unread:
 
 
 class FiniteUpdates(pl.Callback):
-    """Skips updates whose loss or gradient is not finite, and stops the run after too many.
+    """Skips updates whose loss or gradient is not finite, and stops the run after too many skips.
 
     - The whole update is skipped: weights, buffers, optimizer state and EMA do not change, and the
       gradients of all batches accumulated for the update are dropped. If the loss or gradient is
@@ -114,17 +114,16 @@ class FiniteUpdates(pl.Callback):
       `torch.load(path, weights_only=True)`. The entry "state_dict" has the weights before the
       update. The entry "non_finite" has the batch, the states of the random generators before the
       batch, and the outputs of training_step.
-    - Steps that a GradScaler skips are not counted, because a large loss scale usually causes them.
-      A step counts if the loss itself is not finite, or if the loss scale is at most 1 and
-      therefore cannot be the cause.
+    - Usually, updates that a GradScaler skips are not counted, because the cause is a large loss
+      scale. They are counted if the loss itself is not finite, or if the loss scale is at most 1.
     - Saving a checkpoint with non-finite weights raises an error, also at the end of a run.
-    - At each skipped update, `train/nonfinite_steps` logs the number of skipped updates so far.
-      When the callback stops a run, it logs NaN as the last train/loss.
+    - At each skipped update, the callback logs the number of skipped updates so far as
+      `train/nonfinite_steps`. When the callback stops a run, it logs NaN as the last train/loss.
     - If a module steps an optimizer without Lightning (`self.optimizers(use_pl_optimizer=False)`),
       the updates of this optimizer are not checked.
     - List this callback after callbacks that seed or consume random numbers, such as StepSeed.
-      Otherwise, the saved states of the generators differ from those that training_step starts
-      with.
+      Otherwise, the saved states of the random generators are not the states with which
+      training_step starts.
 
     Cost: each update copies the module's buffers. Usually, each update also waits for the GPU once.
     There is no wait on CUDA if all of the following hold: max_nonfinite_steps is 0, optimization is
@@ -132,25 +131,28 @@ class FiniteUpdates(pl.Callback):
     Adagrad with `fused=True`. Without the wait, the behavior differs in these points:
 
     - The GPU skips the bad update and all later updates. The host notices this at most 4 updates
-      later and then stops the run. It notices earlier if a logging step, a validation, the save of
-      a full checkpoint, or a call of `trainer_state.confirm_updates(trainer)` comes before.
+      later and then stops the run. The host notices earlier at a logging step, at a validation, at
+      the save of a full checkpoint, or at a call of `trainer_state.confirm_updates(trainer)`.
     - The batches of the last 4 updates stay in GPU memory.
-    - Until the host notices, other callbacks continue to run. In `on_train_batch_end`, they see the
-      weights from before the bad update, but the step number of a later update. Files of
-      `ModelCheckpoint(save_weights_only=True)` have the same mismatch.
-    - `global_step`, lr schedules and the densities of loss_resampler.py also count the updates that
-      were skipped after the bad one.
+    - Until the host notices the skipped updates, other callbacks continue to run. In
+      `on_train_batch_end`, they see the weights from before the bad update, but the step number of
+      a later update. Files of `ModelCheckpoint(save_weights_only=True)` have the same mismatch.
+    - `global_step` and lr schedules also advance in the updates that were skipped after the bad
+      update. The callbacks of loss_resampler.py also record the losses of these updates.
 
     Args:
-        max_nonfinite_steps: maximum number of skipped updates in a run, including its resumes.
+        max_nonfinite_steps: maximum number of skipped updates in a run. Updates that were skipped
+            before a resume are counted too.
 
     Attributes:
-        skipped_updates: number of updates skipped in this run so far, including its resumes.
+        skipped_updates: number of updates skipped so far. Updates that were skipped before a resume
+            are counted too.
 
     Raises:
-        ValueError: if `max_nonfinite_steps` is negative, or, at the start of a fit, if an optimizer
-            computes several losses in one step (LBFGS), or if `max_nonfinite_steps` is above 0 and
-            the strategy splits weights or updates them in its own way.
+        ValueError: if `max_nonfinite_steps` is negative. At the start of a fit, the error is also
+            raised if an optimizer computes several losses in one step (LBFGS), or if
+            `max_nonfinite_steps` is above 0 and the strategy splits weights or updates them in its
+            own way.
         FloatingPointError: if too many updates are skipped, or if a checkpoint with non-finite
             weights would be saved.
 
@@ -206,7 +208,7 @@ class FiniteUpdates(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the device skip updates, if the optimizers, the strategy and the arguments allow it.
 
-        When this hook runs, the optimizers have already been restored from a checkpoint.
+        Lightning restores the optimizers of a checkpoint before it calls this hook.
         """
         self._hooks = [
             torch_modules.register_module_module_registration_hook(self._forget_modules),

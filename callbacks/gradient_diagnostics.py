@@ -73,8 +73,9 @@ class GradientDiagnostics(PeriodicEvaluation):
     - `grad/cosine_u0.125_u0.375`: cosine of the angle between the mean gradients at two noise
       levels. A negative cosine means that the two gradients conflict.
     - `grad/noise_scale_u0.125`: the batch size at which the variance of the batch's gradient equals
-      the squared norm of the expected gradient. Both are estimated from two halves of the images.
-      The noise scale is inf if the estimate of the squared norm is not above 0.
+      the squared norm of the expected gradient. The variance and the squared norm are estimated
+      from two halves of the images. The noise scale is inf if the estimated squared norm is not
+      above 0.
     - `grad/update_ratio`: norm of the last update divided by the norm of the weights.
 
     Gradients are computed in eval mode, with the weights being trained. Training is unaffected,
@@ -85,14 +86,14 @@ class GradientDiagnostics(PeriodicEvaluation):
     Args:
         every_n_steps: optimizer steps between measurements.
         num_levels: number of noise levels, >= 1.
-        num_images: number of images, which must be even. One gradient is computed for each half of
-            the images.
+        num_images: number of images, which must be even. At each noise level, one gradient is
+            computed for each half of the images.
         images: how to find the images in a batch: an index, a key, or a function of the batch. None
             uses the batch itself, its first part, or the one image tensor of a dictionary.
 
     Raises:
-        ValueError: if an argument is invalid, if no data set can be indexed, or, at fit start, if
-            weights are split over ranks.
+        ValueError: if an argument is invalid, if no data set can be indexed, or if weights are
+            split over ranks.
         TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Example:
@@ -120,7 +121,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         self._weights_before: list[Tensor] = []
 
     def metric_names(self) -> list[str]:
-        """Names of the metrics of each noise level, of each pair of them, and of the update."""
+        """Names of the metrics for each noise level, each pair of noise levels, and the update."""
         names = [f"grad/{kind}_u{u:.3g}" for kind in ("norm", "noise_scale") for u in self.levels]
         pairs = combinations(self.levels, 2)
         return [*names, *(f"grad/cosine_u{u:.3g}_u{v:.3g}" for u, v in pairs), "grad/update_ratio"]
@@ -132,7 +133,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         require_noise_levels(pl_module, "GradientDiagnostics")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise ValueError if weights are split over ranks, because no rank has whole gradients."""
+        """Raise ValueError if weights, and with them the gradients, are split over ranks."""
         if split := find_dtensor(dict(pl_module.named_parameters())):
             raise ValueError(
                 "GradientDiagnostics needs whole gradients, but the weight "

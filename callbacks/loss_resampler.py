@@ -127,10 +127,10 @@ class LossBasedDensity(TimestepWriter):
         uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
 
     Raises:
-        ValueError: if an argument is invalid; at fit start, if the module lacks an attribute that
-            the callback sets, or if the checkpoint has a different num_bins or history; at a
-            batch, if other code has set one of these attributes, or if training_step does not
-            return "u" and "per_sample_loss".
+        ValueError: if an argument is invalid. At fit start, the error is also raised if the module
+            lacks an attribute that the callback sets, or if the checkpoint has a different num_bins
+            or history. In a batch, the error is also raised if other code has set one of these
+            attributes, or if training_step does not return "u" and "per_sample_loss".
 
     Example:
         >>> class LastLoss(LossBasedDensity):
@@ -165,7 +165,7 @@ class LossBasedDensity(TimestepWriter):
 
     @abstractmethod
     def density(self, history: LossHistory) -> Tensor:
-        """Return (num_bins,) float64 probabilities, or ones until all bins have full histories."""
+        """Return a float64 probability for each bin, or ones until the histories are full."""
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
         """Return the density of the losses so far.
@@ -184,7 +184,7 @@ class LossBasedDensity(TimestepWriter):
         return {f"{self.logged}/full": full, f"{self.logged}/tv": tv}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history as CPU tensors: the losses as "losses", the counts as "seen"."""
+        """Return the losses as "losses" and the counts as "seen", as CPU tensors."""
         losses, counts = self._state.to("cpu")
         return {"losses": losses, "seen": counts}
 
@@ -201,7 +201,7 @@ class LossBasedDensity(TimestepWriter):
         self._state, self._is_loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Reset the flag of a loaded checkpoint. Lightning loads checkpoints after this hook."""
+        """Forget that a checkpoint was loaded. Lightning loads a new checkpoint after this hook."""
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -249,8 +249,8 @@ class LossSecondMomentResampler(LossBasedDensity):
     `resampler/tv`, the total variation between the density and the uniform density.
 
     The module needs the attributes `timestep_density` and `timestep_weight`, and its training_step
-    must return `u` and `per_sample_loss`. See `LossBasedDensity` for these outputs and for the
-    errors.
+    must return `u` and `per_sample_loss`. `LossBasedDensity` describes these outputs, and when an
+    error is raised.
 
     Args:
         num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.
@@ -286,7 +286,7 @@ class LossDensity(LossBasedDensity):
     the density and the uniform density.
 
     The module needs the attribute `timestep_density`, and its training_step must return `u` and
-    `per_sample_loss`. See `LossBasedDensity` for these outputs and for the errors.
+    `per_sample_loss`. `LossBasedDensity` describes these outputs, and when an error is raised.
 
     Args:
         num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.

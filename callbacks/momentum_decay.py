@@ -1,4 +1,4 @@
-"""Momentum decay with learning rate compensation (MDLRC), and a control that changes only the lr.
+"""Momentum decay with learning rate compensation (MDLRC), and a control that only lowers the lr.
 
 The learning rate is called lr, as in torch.
 """
@@ -111,21 +111,21 @@ class MomentumDecay(pl.Callback):
     - AdamW multiplies its weight decay by the lr, so `lr_factor` scales the weight decay as well.
 
     Args:
-        total_steps: steps of each optimizer until beta1 would reach 0 if `min_beta1` were 0. None
-            uses the length of the fit.
+        total_steps: length of the schedule in steps of each optimizer. Without the lower bound
+            `min_beta1`, beta1 would be 0 at the end. None uses the length of the fit.
         min_beta1: lower bound of beta1, in [0, beta0].
         compensate_lr: whether to multiply the lr by lr_factor. With False, the method is Demon.
-            With True, SGD, RMSprop and Muon raise an error. The updates of SGD and RMSprop shrink
-            with the momentum anyway, because these optimizers do not multiply gradients by
-            `1 - momentum`. The updates of Muon are normalized.
+            With True, SGD, RMSprop and Muon raise an error. SGD and RMSprop do not multiply
+            gradients by `1 - momentum`, so their updates shrink with the momentum even without
+            compensation. The updates of Muon are normalized.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
-        ValueError: if an argument is out of range, or, at the start of a fit, if total_steps is
-            unknown, if min_beta1 is above beta0, if another callback of this class would change the
-            same optimizer, if an optimizer has no momentum, if a scheduler cycles the momentum, if
-            compensate_lr is True for an optimizer whose updates are unlike Adam's, or if the
-            strategy is not supported.
+        ValueError: if an argument is out of range. At the start of a fit, the error is also raised
+            if total_steps is unknown, if min_beta1 is above beta0, if another callback of this
+            class would change the same optimizer, if an optimizer has no momentum, if a scheduler
+            cycles the momentum, if compensate_lr is True for an optimizer whose updates are unlike
+            Adam's, or if the strategy is not supported.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023).
     Demon is from Chen & Kyrillidis 2019 (arXiv 1910.04952).
@@ -344,7 +344,7 @@ class MomentumDecay(pl.Callback):
 
 
 class LRCompensation(MomentumDecay):
-    """Control for `MomentumDecay`: lowers the lr in the same way, but leaves beta1 unchanged.
+    """Control experiment for `MomentumDecay`: lowers the lr equally, but leaves beta1 unchanged.
 
     In each update, the lr is the optimizer's lr times the `lr_factor` from
     `momentum_decay(step, total_steps, beta0, min_beta1)`. This lr is bit-identical to the lr in a

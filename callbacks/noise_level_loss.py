@@ -1,4 +1,4 @@
-"""Measure the loss at fixed noise levels, to see at which noise levels a model is good."""
+"""Measure the loss at fixed noise levels, to compare how well a model denoises at each of them."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -28,8 +28,8 @@ class NoiseLevelLoss(PeriodicEvaluation):
     `val/loss_u0.05`, ..., `val/loss_u0.95`. For training images, the names begin with `train/`.
 
     Images, noise and noise levels are the same in every measurement, so a metric changes only if
-    the weights change. Every rank computes all metrics, so they do not depend on the batch size or
-    the number of ranks.
+    the weights change. Every rank computes all metrics, so the metrics do not depend on the batch
+    size or the number of ranks.
 
     Args:
         num_levels: number of noise levels, >= 1.
@@ -78,12 +78,12 @@ class NoiseLevelLoss(PeriodicEvaluation):
         require_noise_levels(pl_module, "NoiseLevelLoss")
 
     def metric_names(self) -> list[str]:
-        """One name for each noise level: "train/..." with `every_n_steps`, else "val/..."."""
+        """Names of the metrics, one for each noise level."""
         split = "val" if self.every_n_steps is None else "train"
         return [f"{split}/loss_u{u:.3g}" for u in self.levels]
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Return the losses of training images by metric name, with averages if available."""
+        """Return the losses of training images by metric name, with averaged weights if any."""
         with averaged_weights(trainer):
             losses = self._losses(trainer, pl_module, trainer.train_dataloader)
         return dict(zip(self.metric_names(), losses.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Power-function averages of weights (EDM2), with snapshots to compute averages of other widths."""
+"""Power-function EMA of weights (EDM2), with snapshots to compute averages with other widths."""
 
 import shutil
 from math import prod
@@ -26,16 +26,17 @@ class PowerEMA(EMA):
 
     At step n, each average becomes `d * average + (1 - d) * weight`, with
     `d = (1 - 1 / n) ** (gamma + 1)`. Steps are counted from 1, when averaging starts. The exponent
-    gamma is computed from the relative width of the average. The relative width is the standard
-    deviation of the averaged steps, divided by the number of steps so far. Usual widths are 0.05
-    and 0.10. `weights(name)` accepts the names "power_<width>", and "ema" for the first width.
+    gamma is computed from the relative width of the average. To define this width, each step is
+    weighted by its share in the average. The relative width is the standard deviation of the
+    weighted steps, divided by the number of steps so far. Usual widths are 0.05 and 0.10.
+    `weights(name)` accepts the names "power_<width>", and "ema" for the first width.
 
-    If a run averages with two widths and saves snapshots, averages with other widths can be
-    reconstructed from a checkpoint and the snapshots before it. To do so, call
+    If a run averages with two widths and saves snapshots, you can reconstruct averages with other
+    widths from a checkpoint and the snapshots of earlier steps. To do so, call
     `load(run, weights="power_0.07")` or run `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For
     widths from 0.02 to 0.25, 30 snapshots suffice. A reconstruction is a linear combination of
-    snapshots. It has a profile, which is the share of each training step in the average. If the
-    relative error of this profile exceeds 0.1, the reconstruction raises an error.
+    snapshots. The share of each training step in this combination is called its profile. If the
+    relative error of the profile exceeds 0.1, an error is raised.
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
     use the first average, while `state_dict()` and checkpoints have the raw weights. A resumed run
@@ -59,9 +60,9 @@ class PowerEMA(EMA):
 
     Raises:
         ValueError: if a width is out of range, if two `PowerEMA` callbacks write snapshots, or if
-            the checkpoint has no average with one of the widths. As in `EMA`, the error is also
-            raised if no parameter is under the prefix, if the prefixes of two callbacks overlap, or
-            if the strategy is not supported.
+            the checkpoint lacks the average for one of the widths. The error is also raised if no
+            parameter is under the prefix, if the prefixes of two callbacks overlap, or if the
+            strategy is not supported.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 3.
 

@@ -28,8 +28,8 @@ def format_progress(
         epoch: current epoch.
         metrics: values of metrics by name.
         seconds: time in seconds since this process started to train.
-        done: optimizer steps since this process started to train. After a resume, it is less than
-            `step`.
+        done: optimizer steps since this process started to train. In a resumed run, `done` is less
+            than `step`.
 
     Example:
         >>> format_progress(20, 100, 1, {"train/loss": 0.123456}, seconds=10.0, done=20)
@@ -46,7 +46,7 @@ def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]
     Args:
         unit: noun in the singular for what is counted, such as "step".
         done: number of units finished so far.
-        left: number of units that remain; inf if the process has no end.
+        left: number of units that remain; inf if the number is unknown.
         seconds: time in seconds that the finished units took.
 
     Example:
@@ -161,8 +161,8 @@ class PlainProgress(LoggedLoss):
 class StepBar(LoggedLoss, TQDMProgressBar):
     """Progress bar that counts the optimizer steps of the whole run, not the batches of an epoch.
 
-    The time of validations is included in the speed and in the remaining time. Lines that Python
-    loggers print to the terminal appear above the bar.
+    The displayed speed and remaining time take the time of validations into account. Lines that
+    Python loggers print to the terminal appear above the bar.
 
     Example:
         >>> trainer = Trainer(callbacks=[StepBar()], logger=False, accelerator="cpu")

@@ -32,14 +32,14 @@ _INSTALLED = ("<", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib",
 class RankWatch(Callback):
     """Ends all ranks if one rank fails, is killed or hangs, and prints which rank it was.
 
-    The other ranks print a message and exit with code 1. An example of a message is "rank 1 has
-    kept the others waiting for 60 s at step 17, in data.py:33 (read)". All ranks need this
+    The other ranks print a message and exit with code 1. For example, the message may be "rank 1
+    has kept the others waiting for 60 s at step 17, in data.py:33 (read)". All ranks need this
     callback. List it before all other callbacks.
 
     Args:
-        timeout: seconds for which a rank may send no heartbeats, or keep other ranks waiting in a
-            collective, before it counts as failed; >= 3. None uses the timeout of the strategy's
-            collectives, 1800 s by default.
+        timeout: time in seconds, >= 3. A rank counts as failed if it sends no heartbeats for this
+            time, or if it keeps other ranks waiting in a collective for this time. None uses the
+            timeout of the strategy's collectives, which is 1800 s by default.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -110,7 +110,8 @@ def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str
     Args:
         ranks: the last heartbeat of each rank.
         now: current time in seconds, on the clock of `Heartbeat.heard`.
-        timeout: seconds for which a rank may send no heartbeats or keep other ranks waiting.
+        timeout: longest time in seconds without heartbeats from a rank, or for which a rank may
+            keep other ranks waiting.
 
     Example:
         >>> find_culprit({0: Heartbeat(beats=9), 1: Heartbeat(beats=9)}, now=1.0, timeout=60)
@@ -158,7 +159,7 @@ class _Watch(threading.Thread):
         return self._beat.message or find_culprit(rank_0, math.inf, 0)  # the store does not answer
 
     def run(self) -> None:
-        """Watch until this rank has reported its end. On rank 0, watch until all ranks have."""
+        """Watch until this rank reports its end. On rank 0, watch until all ranks report theirs."""
         beat, store = self._beat, self._group.get_group_store().clone()  # the original may be busy
         run_number = store.add(f"rank_watch/{self._rank}", 1)
         store = PrefixStore(f"rank_watch/{run_number}", store)

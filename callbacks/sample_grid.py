@@ -44,30 +44,30 @@ MAX_TRAINING_BYTES = 2**28
 class SampleGrid(PeriodicEvaluation):
     """Writes grids of the samples of seeds 0, ..., num - 1 as PNG files.
 
-    The grids are written to `samples/` in the run folder. They are also sent to the Trainer's
-    loggers of TensorBoard, W&B, MLflow and Comet. `lit-diffusion fit` sets the run folder. In other
-    projects, it is the first logger's version directory, or `default_root_dir` if there is no
+    The grids are written to `samples/` in the run folder. They are also logged to TensorBoard, W&B,
+    MLflow and Comet if the Trainer has such a logger. `lit-diffusion fit` sets the run folder. In
+    other projects, it is the first logger's version directory, or `default_root_dir` if there is no
     logger. File names contain the optimizer step and the name of the weights. The name is "ema" if
     a callback provides averages, else "raw".
 
-    - `step-00001000-ema.png` has the samples. If the data module has `class_names`, each sample has
-      the name of its class below it. Small images are enlarged by an integer factor.
-    - `nearest-00001000-ema.png` has each sample next to its nearest training image in pixel space.
-      At most 256 MB of training images are compared, evenly spaced over the data set. If no
-      training images of the samples' shape are available, this grid is omitted and a message is
-      printed once.
-    - `val/memorized` is a metric that is logged with the second grid. To compute it, the distance
-      to the nearest training image is measured for each sample and for held-out images. The metric
-      is the fraction of samples with at most the median distance of held-out images. It is about
-      0.5 for new images and 1 for copies.
+    - `step-00001000-ema.png` shows the samples. If the data module has `class_names`, the name of
+      the class is printed below each sample. Small images are enlarged by an integer factor.
+    - `nearest-00001000-ema.png` shows each sample next to its nearest training image in pixel
+      space. If the training images exceed 256 MB, the search uses 256 MB of images that are evenly
+      spaced over the data set. If no training images have the shape of the samples, this grid is
+      omitted and a message is printed once.
+    - `val/memorized` is a metric that is logged with the second grid. It is the fraction of samples
+      that are close to a training image. A sample is close if its distance to the nearest training
+      image is at most the median of these distances for held-out images. The metric is about 0.5
+      for new images and 1 for copies.
 
     Every rank generates all samples. The states of the random generators are restored afterwards.
 
     Args:
         num: number of samples, 1 to 10,000.
         labels: labels of the samples. If there are more samples than labels, the labels repeat.
-            None uses `seed % num_classes` if the data module has `class_names`; otherwise, it
-            passes no labels to `generate`.
+            With None, the labels are `seed % num_classes` if the data module has `class_names`. If
+            it has no `class_names`, `generate` is called without labels.
         every_n_steps: optimizer steps between grids; None writes after every validation of a fit.
         batch_size: number of samples per call of `generate`.
         images: how to find the images in a training batch: an index, a key, or a function of the
@@ -75,9 +75,9 @@ class SampleGrid(PeriodicEvaluation):
             dictionary.
 
     Raises:
-        ValueError: if an argument is invalid, or, at fit start, if a label is not a class of the
-            module, if `every_n_steps` is None and the fit has no validation, or if the folder of a
-            new run contains grids of another run.
+        ValueError: if an argument is invalid. At fit start, the error is also raised if a label is
+            not a class of the module, if `every_n_steps` is None and the fit has no validation, or
+            if the folder of a new run contains grids of another run.
         TypeError: at fit start, if the module has no method `generate(seeds, labels=None)`.
 
     Example:
@@ -109,7 +109,7 @@ class SampleGrid(PeriodicEvaluation):
         self._median_distance: Tensor | None = None  # of held-out images to the training images
 
     def metric_names(self) -> list[str]:
-        """Name of the metric. It is logged only if there are training and held-out images."""
+        """Name of the metric, which is logged only if there are training and held-out images."""
         return ["val/memorized"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -274,9 +274,9 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
 
 
 def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:
-    """List the class names of `num` images. If `num` is above the number of labels, labels repeat.
+    """List the class names of `num` images. If there are fewer labels than images, labels repeat.
 
-    A label that is no class, such as -1, has the name "".
+    The name of a label that is no class, such as -1, is "".
 
     Example:
         >>> class_captions([1, 0, -1], ["cat", "dog"], 4)

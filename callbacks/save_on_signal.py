@@ -39,7 +39,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
     If SLURM preempts the job, or sends the signal requested with `sbatch --signal=SIGUSR1`, rank 0
     asks SLURM to requeue the job. Lightning's own signal handlers are disabled, because they save
-    inside the handler, and thus not at a safe point.
+    immediately, which may be in the middle of a step.
 
     Args:
         folder: folder for last.ckpt. None uses checkpoints/ in the Trainer's `default_root_dir`.
@@ -47,9 +47,9 @@ class SaveOnSignal(AccumulationTracker, Callback):
         requeue: whether to ask SLURM to requeue the job.
 
     Raises:
-        ValueError: if a signal name is invalid, or, at the start of a fit, if Lightning would
-            resume from a checkpoint of another SLURM job without being asked to, or if a new fit
-            would replace the last.ckpt of another fit.
+        ValueError: if a signal name is invalid. At the start of a fit, the error is also raised if
+            Lightning would resume from a checkpoint of another SLURM job without being asked to, or
+            if a new fit would replace the last.ckpt of another fit.
 
     Example:
         >>> saver = SaveOnSignal("checkpoints")
@@ -121,8 +121,8 @@ class SaveOnSignal(AccumulationTracker, Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """End the process if a checkpoint was saved after the last batch.
 
-        The process ends here and not in the hook that saves, so that the hooks and logs of the
-        saved step are complete.
+        The process does not end in the hook that saves, because the other hooks and the logs of the
+        saved step must be completed first.
         """
         if self._exit is not None:
             raise self._exit

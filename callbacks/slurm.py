@@ -36,10 +36,10 @@ def job_id() -> str | None:
 def requeue_job(job: str, number: signal.Signals) -> str:
     """Ask SLURM to requeue a running job after a signal.
 
-    After SIGTERM, the job is requeued only if SLURM preempts it. If SLURM does not preempt the job,
-    a user has sent the SIGTERM to stop this process, and the job may contain other work of the
-    user. After any signal, the job is not requeued if it was cancelled or has reached its time
-    limit.
+    After SIGTERM, the job is requeued only if SLURM preempts it. Otherwise, a user has sent the
+    SIGTERM to stop this process. The job is then not requeued, because this would interrupt other
+    work of the user in the same job. After any signal, the job is not requeued if it was cancelled
+    or has reached its time limit.
 
     Args:
         job: id of the job, as returned by `job_id`.

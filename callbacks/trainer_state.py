@@ -1,20 +1,20 @@
 """Functions that tell callbacks more about a running fit than Lightning's public API does.
 
-The functions read the progress of a fit, check strategies and optimizers, and handle tensors that
-are split over ranks or not finite. There is also a base class for callbacks that set the noise
-levels of training batches.
+The functions read the progress of a fit, check strategies and optimizers, gather tensors that are
+split over ranks, and find tensors with NaN or infinite entries. The class `TimestepWriter` is the
+base class of callbacks that control at which noise levels a module trains.
 
 The callbacks in ema.py, momentum_decay.py, curriculum.py, loss_resampler.py and finite_updates.py
-depend only on this file, torch and Lightning. To use one of these files in your own package, copy
-it together with this file. The file step_seed.py does not need this file.
+depend only on this file, torch and Lightning. To use one of these callbacks in your own package,
+copy its file and trainer_state.py. The file step_seed.py can be copied alone.
 
 Callbacks access private names of Lightning only through the functions in this file. In
 lit-diffusion, a test asserts that each of these names exists with the expected signature, and
 setup.cfg restricts lightning to versions below the next minor version.
 
-In this file, a split tensor is a torch DTensor, as FSDP2 and tensor parallelism create it. Its
-shape is the shape of the whole tensor, but each rank stores only a part, which may be empty. If the
-docstring of a function says "Collective", all ranks must call the function together.
+In this file, "split tensor" means a torch DTensor, which FSDP2 and tensor parallelism create. The
+shape of a split tensor is the shape of the whole tensor, but each rank stores only a part, which
+may be empty. If the docstring of a function says "Collective", all ranks must call the function.
 """
 
 import math
@@ -86,7 +86,7 @@ class AccumulationTracker:
         self._step_before = trainer.global_step
 
     def is_accumulating(self, trainer: pl.Trainer) -> bool:
-        """Whether there are gradients of the last batch that no optimizer step has used yet."""
+        """Whether the last batch left gradients that no optimizer step has used yet."""
         if trainer.lightning_module.automatic_optimization:
             return is_accumulating(trainer)
         return trainer.global_step == self._step_before
@@ -116,8 +116,8 @@ def is_ending(trainer: pl.Trainer) -> bool:
 def ends_epoch(trainer: pl.Trainer) -> bool:
     """Whether the current batch is the last of an epoch that has several optimizer steps.
 
-    Callbacks should not save a checkpoint after this batch, because a run that is resumed from it
-    would skip the hooks at the end of the epoch.
+    Callbacks should not save a checkpoint after this batch, because a run that resumes from this
+    checkpoint would skip the hooks at the end of the epoch.
     """
     return trainer.is_last_batch and trainer.num_training_batches > trainer.accumulate_grad_batches
 
@@ -125,8 +125,8 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
 def is_batch_ending(trainer: pl.Trainer) -> bool:
     """Whether the Trainer is running the hooks `on_train_batch_end`.
 
-    If one of these hooks saves a checkpoint, the function also returns True in the hooks of the
-    save.
+    If a callback saves a checkpoint in `on_train_batch_end`, the function also returns True in
+    `on_save_checkpoint`.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.completed < batches.processed)
@@ -145,7 +145,8 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 def completed_steps(module: pl.LightningModule) -> int | None:
     """Return the optimizer steps completed in the current fit, or None outside a fit.
 
-    Outside a fit, the Trainer's step count is meaningless, because each new Trainer starts at 0.
+    Outside a fit, the Trainer's step count does not describe the module, because a new Trainer
+    starts to count at 0.
 
     Example:
         >>> completed_steps(pl.LightningModule()) is None
@@ -157,11 +158,11 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 
 
 def output_folder(trainer: pl.Trainer) -> str:
-    """Return the folder for files that callbacks write, which is equal on all ranks. Collective.
+    """Return the folder in which callbacks write files, the same on all ranks. Collective.
 
-    The command `lit-diffusion fit` stores this folder in `trainer.run_folder`. Without this
-    attribute, the function returns the folder in which Lightning creates `checkpoints/`. This is
-    the first logger's version directory, or `default_root_dir` if there is no logger.
+    The command `lit-diffusion fit` stores this folder in `trainer.run_folder`. If the Trainer does
+    not have this attribute, the function returns the folder in which Lightning creates
+    `checkpoints/`: the first logger's version directory, or `default_root_dir` without a logger.
 
     Example:
         >>> trainer = pl.Trainer(default_root_dir="runs", logger=False, accelerator="cpu")
@@ -213,11 +214,11 @@ def may_read(trainer: pl.Trainer) -> bool:
 
 
 def confirm_updates(trainer: pl.Trainer) -> None:
-    """Stop the run if the GPU has skipped an update and the host does not know it yet. Collective.
+    """Raise an error if the GPU has skipped an update that the host does not know of. Collective.
 
-    FiniteUpdates lets the GPU skip non-finite updates before the host notices. Therefore, call this
-    function in `on_train_batch_end` before you evaluate or save weights. It calls the method
-    `confirm_updates` of each callback that has such a method.
+    The callback FiniteUpdates lets the GPU skip non-finite updates, and the host may notice a few
+    steps later. Therefore, call this function in `on_train_batch_end` before you evaluate or save
+    weights. The function calls the method `confirm_updates` of each callback that has this method.
 
     Example:
         >>> confirm_updates(pl.Trainer(logger=False, accelerator="cpu"))
@@ -230,9 +231,9 @@ def confirm_updates(trainer: pl.Trainer) -> None:
 def logger_step(trainer: pl.Trainer) -> int:
     """Return the step that Lightning passes to loggers during a batch or the validation after it.
 
-    This logger step is the number of batches so far in which an optimizer stepped, starting at 0.
-    In contrast, `global_step` is the sum of the steps of all optimizers. Callbacks that log images
-    or scores after a batch use `stepped_batches` instead, which includes the batch that is ending.
+    The logger step is the number of earlier batches in which an optimizer stepped. In contrast,
+    `global_step` is the sum of the steps of all optimizers. Callbacks that log images or scores
+    after a batch use `stepped_batches`, which also counts the batch that is ending.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
@@ -250,8 +251,8 @@ def stepped_batches(trainer: pl.Trainer) -> int:
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
     """Return the factor by which gradients are still scaled when an optimizer steps.
 
-    A fused optimizer that is used with a GradScaler unscales the gradients inside its step. For
-    such an optimizer, the factor is the scale of the GradScaler. Otherwise, the factor is 1.
+    With a GradScaler, a fused optimizer unscales the gradients inside its own step. In this case,
+    the function returns the scale of the GradScaler. In all other cases, it returns 1.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -259,12 +260,12 @@ def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
 
 
 def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the checkpoint that is being restored, which may be modified in place, or {}."""
+    """Return the checkpoint that the Trainer is restoring, or {}. You may modify it in place."""
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
 def limited_batches(trainer: pl.Trainer, length: int) -> int:
-    """Return the number of batches per epoch that `trainer.limit_train_batches` leaves of `length`.
+    """Return how many of `length` batches an epoch uses under `trainer.limit_train_batches`.
 
     Example:
         >>> limited_batches(pl.Trainer(limit_train_batches=0.5, logger=False), length=100)
@@ -289,7 +290,7 @@ def enable_signal_handlers(trainer: pl.Trainer) -> None:
 
 
 def undivided_sampler(loader: Any) -> Any:
-    """Return a loader's sampler without the wrapper by which Lightning divides it among ranks.
+    """Return the sampler of a loader, without Lightning's wrapper that divides it among ranks.
 
     Example:
         >>> type(undivided_sampler(torch.utils.data.DataLoader([1, 2]))).__name__
@@ -303,14 +304,14 @@ def undivided_sampler(loader: Any) -> Any:
 def is_built_from_config() -> bool:
     """Whether LightningCLI is constructing a module now.
 
-    The arguments of such a module come from a config, so they can be stored as plain builtins.
+    If so, the arguments of the module come from a config and can be stored as plain builtins.
     """
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context in which a module is in eval mode. It restores the mode of each submodule at its end.
+    """Context that sets a module to eval mode, and restores each submodule's mode at the end.
 
     Example:
         >>> module = nn.Dropout()
@@ -363,7 +364,7 @@ def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
 
 
 def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> None:
-    """Raise ValueError if weights are split and checkpoints would have only one rank's parts."""
+    """Raise ValueError if weights are split and the strategy would save only one rank's parts."""
     strategy, split = trainer.strategy, find_dtensor(dict(module.named_parameters()))
     if split and not isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         raise ValueError(
@@ -440,10 +441,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def saves_split_tensors(module: pl.LightningModule | None) -> bool:
-    """Whether the module's strategy saves the split tensors in callback states part by part.
+    """Whether each rank saves its own parts of the split tensors in the states of callbacks.
 
-    Such a strategy sets its attribute `saves_split_tensors` to True. Lightning's own strategies do
-    not have this attribute.
+    This is the case if the strategy's attribute `saves_split_tensors` is True. Lightning's own
+    strategies do not have this attribute.
 
     Example:
         >>> saves_split_tensors(pl.LightningModule())
@@ -457,9 +458,10 @@ def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
     """Split a tensor over ranks in the same way as another tensor.
 
     Args:
-        whole: the tensor to split, equal on all ranks. If it is already split, it is returned
-            unchanged.
-        model: the tensor that is already split. If it is not, `whole` is returned unchanged.
+        whole: tensor to split, with equal values on all ranks. A tensor that is already split is
+            returned unchanged.
+        model: split tensor whose device mesh and placements are used. If `model` is not split,
+            `whole` is returned unchanged.
 
     Example:
         >>> distribute_like(torch.ones(2), model=torch.zeros(2))
@@ -607,15 +609,15 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
 
 
 class Timesteps(NamedTuple):
-    """Values for the two attributes by which a callback changes a module's noise levels.
+    """Values of the two module attributes through which callbacks control the noise levels.
 
     A noise level is a number u in [0, 1]. This interval is divided into num_bins equal bins.
 
     Attributes:
         timestep_density: (num_bins,) density from which the module samples noise levels. None if
             the callback does not set this attribute.
-        timestep_weight: (num_bins,) factors by which the module multiplies the losses at noise
-            levels in each bin. None if the callback does not set this attribute.
+        timestep_weight: (num_bins,) loss weights. The module multiplies each loss by the weight of
+            the bin of its noise level. None if the callback does not set this attribute.
 
     Example:
         >>> Timesteps(timestep_density=torch.ones(4)).timestep_weight is None
@@ -633,7 +635,7 @@ def importance_weight(density: Tensor) -> Tensor:
     is the same as with uniformly sampled noise levels.
 
     Args:
-        density: (num_bins,) density, not necessarily normalized. After normalization, it is p.
+        density: (num_bins,) density, not necessarily normalized. The function normalizes it to p.
 
     Returns:
         (num_bins,) weights.
@@ -651,7 +653,7 @@ def total_variation(density: Tensor) -> Tensor:
     The total variation is `sum(abs(p - 1 / num_bins)) / 2`.
 
     Args:
-        density: (num_bins,) density, not necessarily normalized. After normalization, it is p.
+        density: (num_bins,) density, not necessarily normalized. The function normalizes it to p.
 
     Returns:
         Scalar tensor in [0, 1).
@@ -668,8 +670,8 @@ class TimestepWriter(pl.Callback, ABC):
 
     The module must have the attributes that the callback sets, and use them in its training_step.
     `Timesteps` describes these attributes. The tuple `writes` of a subclass lists the attributes
-    that the subclass sets, and its method `timesteps_at` returns their values. Between batches, the
-    module's attributes are None.
+    that the subclass sets, and its method `timesteps_at` returns their values. Between batches,
+    these attributes of the module are None.
 
     Two callbacks cannot set the same attribute. However, one callback may set the density while
     another callback sets the weight.
@@ -692,7 +694,7 @@ class TimestepWriter(pl.Callback, ABC):
 
     @abstractmethod
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """Return the values after `step` optimizer steps. They must be equal on all ranks."""
+        """Return the values to set after `step` optimizer steps. All ranks must return the same."""
 
     @abstractmethod
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
@@ -736,8 +738,8 @@ class TimestepWriter(pl.Callback, ABC):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Reset the module's attributes to None, if this callback has set them.
 
-        This hook runs after each batch. It also runs at the end of a fit and after an exception,
-        because a batch may end without its last hook.
+        This method runs after each batch. It also runs at the end of a fit and after an exception,
+        because Lightning does not call `on_train_batch_end` after every batch.
         """
         for attribute, value in self._written._asdict().items():
             if value is not None and getattr(pl_module, attribute) is value:

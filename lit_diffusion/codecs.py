@@ -1,4 +1,4 @@
-"""Codecs: they encode images to x0, the clean data of the diffusion process, and decode x0."""
+"""Codecs, which encode images to x0, the clean data of the diffusion process, and decode x0."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -45,7 +45,7 @@ def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
 
     Args:
         codec: codec of the module. A `VAECodec` has `encode_for_training`, which draws each latent
-            from the posterior. Its `encode` uses the mean of the posterior.
+            from the posterior. `VAECodec.encode` uses the mean of the posterior.
         images: uint8 (B, C, H, W).
 
     Returns:

@@ -24,7 +24,7 @@ from lit_diffusion.seeding import classes_of
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """Class labels from 0 to num_classes - 1, as (B,) int64. The label -1 means no class.
+    """Class labels from 0 to num_classes - 1, one int64 per image. The label -1 means no class.
 
     Args:
         num_classes: number of classes.
@@ -83,7 +83,8 @@ class Words:
 
     Raises:
         ValueError: if the vocabulary is empty, repeats a word, or has an entry that is not a single
-            word in lower case. Also if a text has an unknown word or too many words.
+            word in lower case. The error is also raised if a text has an unknown word or too many
+            words.
 
     Example:
         >>> words = Words(("big", "small", "cat"), length=3)
@@ -162,16 +163,16 @@ class Embeddings:
     """Embeddings and their mask: (values (B, *shape), present (B, *shape[:-1]) bool).
 
     Use `shape=(L, D)` for L tokens per image, and `shape=(D,)` for one vector per image. The mask
-    `present` is False for tokens or vectors that do not exist. `drop` replaces the embedding of an
+    `present` is False for tokens or vectors that are missing. `drop` replaces the embedding of an
     image with `null_embedding`. If `null_embedding` is None, `drop` sets `present` to False, and
     the network uses its own learned null embedding for this image.
 
     Args:
         shape: shape of the values for one image.
-        examples: (values (N, *shape), present (N, *shape[:-1])), the default conditions of samples.
-            The sample with seed s gets row `s % N`. Without examples, samples are unconditional by
+        examples: default conditions of samples: values (N, *shape) and mask (N, *shape[:-1]). The
+            sample with seed s gets row `s % N`. Without examples, samples are unconditional by
             default.
-        null_embedding: (values (*shape), present (*shape[:-1])) of the null condition, such as
+        null_embedding: the null condition: values (*shape) and mask (*shape[:-1]). An example is
             Stable Diffusion's embedding of the empty text. None uses the network's learned null
             embedding.
 
@@ -239,13 +240,13 @@ class Embeddings:
 def condition_for(
     seeds: Sequence[int], labels: Condition, conditioning: Conditioning | None
 ) -> Condition:
-    """Check and return `labels`. If `labels` is None, return the default condition of the seeds.
+    """Check and return `labels`. If `labels` is None, return the default condition of each seed.
 
     Args:
         seeds: one integer per sample.
         labels: condition of the samples. None uses the default condition of each seed.
         conditioning: kind of condition that the model takes. None means that the model is
-            unconditional. Then `labels` must be None, or a tensor of -1.
+            unconditional. In this case, `labels` must be None or a tensor of -1.
 
     Returns:
         The condition. None for an unconditional model.

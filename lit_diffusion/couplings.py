@@ -1,12 +1,12 @@
 """Couplings: which noise of a batch is added to which image.
 
-By default, noise is independent of the image. A coupling permutes the noise of the batch, so that
-images get noise that is close to them. The noise of a batch is still standard normal.
+By default, noise is independent of the image. A coupling permutes the noise of a batch, so that
+each image gets noise that is close to it. The noise of the batch is still standard normal.
 
 A coupling changes the joint distribution of x0 and noise, and with it the distribution of x_t and
 the optimal network. Samplers of the probability flow ODE, such as `DDIM`, `DPMSolverPP` or `Heun`
-without churn, still generate the distribution of the images. This does not hold for samplers that
-add noise (`DDPM`), for likelihoods, and for guidance, because they assume independent noise.
+without churn, still generate the distribution of the images. Samplers that add noise (`DDPM`),
+likelihoods and guidance are not correct with a coupling, because they assume independent noise.
 """
 
 from dataclasses import dataclass
@@ -30,14 +30,15 @@ class BatchAssignment:
     Args:
         cost: the cost of a pair, "squared" for `||x0 - noise||**2` or "distance" for
             `||x0 - noise||`.
-        within_classes: whether to permute noise only among images with the same label. Without
-            it, the noise of a class is not standard normal, because noise that is close to
-            the class is preferred. A conditional model is then biased: it starts from noise that it
-            has not seen in training. Without labels, noise is permuted in the whole batch.
+        within_classes: whether to permute noise only among images with the same label. With False,
+            the noise of a class is not standard normal, because images of the class get noise that
+            is close to them. A conditional model is then biased, because sampling starts from
+            noise that the model has not seen in training. Without labels, noise is permuted in the
+            whole batch.
 
     Raises:
-        ValueError: if cost is unknown. In training, if within_classes is True and the condition is
-            not one label per image.
+        ValueError: if cost is unknown. In training, the error is also raised if within_classes is
+            True and the condition is not one label per image.
 
     Source: Tong et al. 2023 (OT-CFM, arXiv 2302.00482), section 3.2; Li et al. 2024 (Immiscible
         Diffusion, arXiv 2406.12303), algorithm 1; Cheng & Schwing 2025 (arXiv 2503.10636) for the

@@ -1,7 +1,7 @@
 """Communication between the ranks of a distributed run.
 
-`call_on_rank_zero` and `all_gather_objects` are collective: every rank must call them. A process
-that does not use torch.distributed counts as rank 0 of 1.
+`call_on_rank_zero` and `all_gather_objects` are collective: every rank must call them. If a process
+does not use torch.distributed, its rank is 0, and the number of ranks is 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ def rank_and_world_size() -> tuple[int, int]:
 def call_on_rank_zero(function: Callable[[], T]) -> T:
     """Call a function on rank 0 only, and send the outcome to all ranks.
 
-    Every rank returns the result of the function. If the function raises an exception, every rank
-    raises it.
+    The result of the function is returned on every rank. If the function raises an exception, the
+    exception is raised on every rank.
 
     Example:
         >>> call_on_rank_zero(lambda: 2 + 3)
@@ -74,7 +74,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         tensors: tensors of any shapes.
 
     Returns:
-        The norm (), in float32, or in a wider dtype if one of the tensors has a wider dtype.
+        The norm as a scalar tensor, in float32 or in the widest dtype of the tensors.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])

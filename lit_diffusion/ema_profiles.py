@@ -63,7 +63,7 @@ def power_decay(gamma: float, step: int) -> float:
 def coefficients(
     steps: Sequence[float], gammas: Sequence[float], step: float, gamma: float
 ) -> tuple[Tensor, float]:
-    """Compute factors with which saved averages add up to an average with another profile.
+    """Compute factors for a sum of saved averages that approximates an average with a new profile.
 
     A snapshot is a saved average of the weights. Let `p_i` be the profile of snapshot i and `p` the
     target profile, both as functions of time. The factors `x_i` minimize the L2 norm
@@ -76,12 +76,13 @@ def coefficients(
         gamma: exponent of the target profile.
 
     Returns:
-        The factors, (N,) float64, and the relative error `|sum_i x_i * p_i - p| / |p|`. The error
-        is 0 if `p` is one of the `p_i`. For comparison, the error is about 0.1 if the only snapshot
-        is at the target's step and has a relative width that is an eighth larger or smaller.
+        A tuple of the N factors, as a float64 tensor, and the relative error
+        `|sum_i x_i * p_i - p| / |p|`. The error is 0 if `p` is one of the `p_i`. As an example,
+        suppose that there is one snapshot, at the step of the target. If the relative width of the
+        snapshot is an eighth above or below that of the target, the error is about 0.1.
 
     Raises:
-        ValueError: if there are no snapshots, or if `step` is after the last one.
+        ValueError: if there are no snapshots, or if `step` is after the last snapshot.
 
     Source: Karras et al. 2024 (EDM2), section 3.2 and appendix C.2. The formulas were derived
     independently of the authors' code.

@@ -112,7 +112,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None:
-    """Write text as UTF-8 with `atomic_write`. Its docstring describes the arguments.
+    """Write text as UTF-8. The docstring of `atomic_write` describes the arguments.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -126,15 +126,15 @@ def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename `source` to `target`, which may be an existing file or checkpoint folder.
+    """Rename `source` to `target`, and replace a file or checkpoint folder that exists there.
 
     `os.replace` cannot replace a folder that has content. Therefore, an old checkpoint folder at
     `target` is first renamed. Then, `source` is renamed to `target`, and the old folder is deleted.
     If the process is killed between the two renames, `path_after_replace` returns the old folder.
 
     Raises:
-        OSError: if `target` is a folder with content that is not a checkpoint. The folder remains
-            unchanged.
+        OSError: if `target` is a folder with content that is not a checkpoint. In this case, the
+            folder is not changed.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -153,7 +153,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def path_after_replace(path: Path) -> Path:
-    """Return `path`, or the renamed old checkpoint if `replace` was killed between its renames."""
+    """Return `path`. If `replace` was killed halfway, return the renamed old checkpoint instead."""
     return path if path.exists() or not is_checkpoint(_set_aside(path)) else _set_aside(path)
 
 
@@ -215,8 +215,8 @@ def check_regular(path: str | Path) -> Path:
 def check_option_values(options: Iterable[str]) -> None:
     """Check that no value of a command-line option is the path of a pipe, socket or device.
 
-    If an option expects a class, jsonargparse opens a value that is an existing path, because the
-    value may be a config file. Reading a pipe or device in this way could take forever.
+    If an option expects a class and its value is an existing path, jsonargparse opens the path to
+    read a config file. Reading a pipe or device could take forever.
 
     Args:
         options: arguments of the command line: `--NAME=VALUE`, or `--NAME` and then `VALUE`.
@@ -311,7 +311,7 @@ def check_archive(file: Path | BytesIO) -> None:
 
 
 def open_image(source: Path | BytesIO) -> "Image":
-    """Open an image in one of the formats `IMAGE_FORMATS`. This reads only the header of the file.
+    """Open an image in one of the formats `IMAGE_FORMATS`, and read only the header of the file.
 
     Args:
         source: path of the file, or its content.

@@ -40,19 +40,19 @@ def expand_as(value: Tensor, images: Tensor) -> Tensor:
 class Posterior(NamedTuple):
     """Posteriors `q(x_s | x_t, x0) = N(x0_coef * x0 + xt_coef * x_t, variance)` for pairs (t, s).
 
-    Each entry has one element per pair (t, s). `last` is bool. The other entries are float64,
-    unless `step_posterior` converts them to a different dtype.
+    Each attribute has one element per pair (t, s). `last` is bool. The other attributes are
+    float64, unless `step_posterior` converts them to a different dtype.
 
     Attributes:
         x0_coef: factor on x0 in the mean.
         xt_coef: factor on x_t in the mean.
-        variance: variance of the posterior. If s is the clean time, the variance is 0.
-        log_variance: logarithm of the variance. If s is the clean time, the logarithm would be
-            infinite. Therefore, this element repeats the value of the previous, noisier step, as in
+        variance: variance of the posterior, which is 0 for the step to the clean image.
+        log_variance: logarithm of the variance. For the step to the clean image, the logarithm
+            would be infinite. Therefore, the value of the previous, noisier step is used, as in
             improved-diffusion's `posterior_log_variance_clipped`.
         log_beta: logarithm of the variance of `q(x_t | x_s)`, which is an upper bound on the
             variance of a reverse step.
-        last: whether s is the clean time.
+        last: whether the step ends at the clean image.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -133,9 +133,10 @@ def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float
 
 
 def step_table(process: Process, device: torch.device) -> Tensor:
-    """Return the posteriors of all T steps of a discrete process, as a table (6, T) float64.
+    """Return the posteriors of all T steps of a discrete process, as a float64 table.
 
-    Row i is the i-th attribute of `Posterior`. Column t is for the step from t to t - 1.
+    The table has the shape (6, T). Row i has the i-th attribute of `Posterior`. Column t is for the
+    step from t to t - 1.
     """
     if id(process) not in _tables_of:
         _tables_of[id(process)] = {}
@@ -173,7 +174,7 @@ class FixedSmall:
 
 @dataclass(frozen=True)
 class FixedLarge:
-    """Reverse steps with the variance beta of `q(x_t | x_s)`, optimal for standard normal data.
+    """Reverse steps with the variance of `q(x_t | x_s)`, which is optimal for standard normal data.
 
     The step to the clean image uses `Posterior.log_variance` instead, as in improved-diffusion.
 
@@ -285,11 +286,11 @@ def variational_term(
     time, the term is `-log p(x0 | x_t)`.
 
     Args:
-        step: posteriors, one per image. Each entry has the shape (B,).
+        step: posteriors, one per image. Each attribute has the shape (B,).
         x0: (B, C, H, W) clean images.
         x_t: (B, C, H, W) noised images.
         x0_hat: (B, C, H, W) the model's estimate of x0. This function does not clip it.
-        log_variance: the model's log-variance, (B, C, H, W) or broadcastable.
+        log_variance: log-variance of the model, with a shape that broadcasts to (B, C, H, W).
 
     Returns:
         (B,) bits per dimension.

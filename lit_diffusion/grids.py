@@ -1,7 +1,8 @@
 """Time grids: the times between which a solver takes its steps.
 
-The method `grid` of each class returns the times (steps + 1,) float64 for a process, the noisiest
-first. The last time is `process.t_clean`, the time of the clean image.
+Each class has a method `grid`, which returns the times for a process and a number of steps. The
+result is a float64 tensor of shape (steps + 1,), with the noisiest time first. The last time is
+`process.t_clean`, the time of the clean image.
 """
 
 import math
@@ -25,11 +26,11 @@ class Sections:
     times of the least noisy section, 15 of the next one and 20 of the noisiest one.
 
     Args:
-        counts: number of times in each section, beginning with the least noisy section. Their sum
-            must equal the number of steps. None means one section with all steps.
+        counts: number of times in each section, beginning with the least noisy section. The sum of
+            the counts must equal the number of steps. None means one section with all steps.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4. As in its code, times are
-    rounded to the nearest integer, with ties to even.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4. As in the authors' code, times
+    are rounded to the nearest integer, with ties to even.
 
     Example:
         >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
@@ -104,16 +105,16 @@ class Even:
 class LogSNR:
     """Times that are evenly spaced in log SNR, from the noisiest to the least noisy time.
 
-    This grid suits high-order solvers. With `CosineBetas`, set `noisiest=-10`. Otherwise, with 1000
-    betas, the grid would start at a log SNR of -20, and a third of the steps would be below -10,
-    where x_t has hardly any signal.
+    This grid suits high-order solvers. With `CosineBetas`, set `noisiest=-10`, because x_t has
+    hardly any signal at a log SNR below -10. Without this bound, the grid for 1000 cosine betas
+    would start at a log SNR of -20, and a third of its steps would be below -10.
 
     Args:
         noisiest: lowest log SNR of the grid. If the log SNR of the process is never that low, the
             grid starts at the noisiest time of the process.
 
     Raises:
-        ValueError: in `grid`, if `noisiest` is not below the highest log SNR of the process.
+        ValueError: from `grid`, if `noisiest` is not below the highest log SNR of the process.
 
     Source: Lu et al. 2022 (DPM-Solver), section 3.4.
 
@@ -144,8 +145,8 @@ class Karras:
             grid starts at the noisiest time of the process.
 
     Raises:
-        ValueError: if rho <= 0. In `grid`, also if `noisiest` is not below the highest log SNR of
-            the process.
+        ValueError: if rho <= 0. The method `grid` also raises this error if `noisiest` is not below
+            the highest log SNR of the process.
 
     Source: Karras et al. 2022 (EDM), Eq. 5.
 

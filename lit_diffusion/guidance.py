@@ -124,7 +124,7 @@ class ClassifierFree:
 
 @dataclass(frozen=True)
 class Autoguidance:
-    """Autoguidance: extrapolates from the prediction of a weaker model to that of this model.
+    """Autoguidance: extrapolates from a weaker model's prediction to this model's prediction.
 
     The weaker model should make errors of the same kind as this model, but larger errors. Then, the
     extrapolation reduces the errors. Use a smaller model, or a model that was trained for fewer
@@ -132,8 +132,8 @@ class Autoguidance:
     losing diversity, and training needs no label dropout.
 
     Args:
-        weaker: the method `denoise_for` of the weaker module, which must have the same process and
-            be on the same device.
+        weaker: the method `denoise_for` of the weaker module. The weaker module must have the same
+            process as this model, and be on the same device.
         scale: factor on the difference between the predictions. With 1, the weaker model has no
             effect.
         interval: (low, high). Guidance is on at noise levels with `low < sigma / alpha <= high`. At

@@ -114,8 +114,8 @@ def score(denoise: Denoise, process: Process) -> Callable[[Tensor, Tensor], Tens
     """Return the score function of a model: the gradient of `log p(x_t)` with respect to x_t.
 
     Returns:
-        A function of x_t (B, C, H, W) and t (B,). It returns `-noise / sigma` (B, C, H, W), where
-        `noise` is the noise that the model predicts.
+        A function of noised images x_t and times t. The function returns `-noise / sigma`, where
+        `noise` is the noise that the model predicts. The result has the shape of x_t.
 
     Source: Song et al. 2021 (score SDEs), section 3.3.
 
@@ -159,10 +159,11 @@ def flow_bits_per_dim(
             time. At the noisiest time, x_t is assumed to have the distribution of the prior.
         steps: number of times in the grid, without the clean time. The cost is `4 * (steps - 1)`
             function evaluations.
-        probes: number of random vectors v of signs +-1. The mean of `v^T J v` over these vectors is
-            the estimate of the divergence, where J is the Jacobian of the flow. None computes the
-            exact trace of J, with one backward pass per dimension.
-        randn_like: source of normal random numbers, whose signs are the vectors v.
+        probes: number of random vectors v with entries +-1, for an estimate of the divergence. The
+            estimate is the mean of `v^T J v`, where J is the Jacobian of the flow. None computes
+            the exact trace of J, with one backward pass per dimension.
+        randn_like: source of normal random numbers. The entries of v are the signs of these
+            numbers.
 
     Returns:
         (B,) bits per dimension.

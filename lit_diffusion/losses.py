@@ -49,9 +49,9 @@ class MinSNR:
 
     Args:
         gamma: SNR above which W is constant.
-        zero_snr_weight: weight on the squared error of the output where the SNR is 0. None keeps
-            the Min-SNR weight, which is 0 there with `Sample` and `Velocity`. The authors' code
-            uses 1.0.
+        zero_snr_weight: weight on the squared error of the output at an SNR of 0. None keeps the
+            Min-SNR weight, which is 0 at an SNR of 0 with `Sample` and `Velocity`. The authors'
+            code uses 1.0.
 
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), section 3.4.
 
@@ -79,8 +79,8 @@ class MinSNR:
 class P2:
     """P2 weighting: `W = SNR / (k + SNR)**gamma`.
 
-    Compared with `W = SNR`, P2 reduces the weight of nearly clean images. With `Epsilon`, `W = SNR`
-    is the same weighting as `Simple`.
+    P2 gives nearly clean images less weight than `W = SNR` does. `W = SNR` is the weighting that
+    `Simple` has with `Epsilon`.
 
     Args:
         gamma: strength of the reduction. The authors use 0.5 and 1. With 0, there is no reduction.
@@ -135,8 +135,8 @@ class SoftMinSNR:
 class TruncSNR:
     """Truncated SNR weighting: `W = max(SNR, 1)`.
 
-    If the SNR is above 1, W is the SNR, which is the same as a weight of 1 on the squared error of
-    the noise. If the SNR is below 1, the squared error of x0 has the weight 1.
+    If the SNR is above 1, this is a weight of 1 on the squared error of the noise. If the SNR is
+    below 1, this is a weight of 1 on the squared error of x0.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
 
@@ -185,7 +185,7 @@ class AsFlow:
 
     Args:
         floor: lower bound on `sigma / (alpha + sigma)` in W, so that W is at most `1 / floor**2`.
-            On `LinearFlow`, it is a lower bound on t.
+            On `LinearFlow`, `sigma / (alpha + sigma)` equals t.
 
     Source: Li & He 2025 (JiT, arXiv 2511.13720), table 1 and section 4, with t clipped at 0.05.
 
@@ -354,7 +354,8 @@ class HybridLoss:
     Args:
         weighting: factor on the squared error in L_simple. The weighting does not affect L_vlb.
         vb_weight: the factor lambda. The paper uses 0.001, which corresponds to
-            `rescale_learned_sigmas=True` in its code. The models of guided-diffusion used `1 / T`.
+            `rescale_learned_sigmas=True` in the authors' code. The models of guided-diffusion used
+            `1 / T`.
 
     Raises:
         ValueError: if vb_weight <= 0.
@@ -393,7 +394,10 @@ class HybridLoss:
     def bound_term(
         self, prediction: Prediction, process: Process, parameterization: Parameterization
     ) -> Tensor:
-        """Compute the term of L_vlb at the time of each sample, (B,), in bits per dimension."""
+        """Compute the term of L_vlb at the time of each sample, in bits per dimension.
+
+        The result has the shape (B,).
+        """
         x0, x_t, r = prediction.x0, prediction.x_t, prediction.variance_output
         assert r is not None
         posterior = step_posterior(process, prediction.t, x0.dtype)

@@ -151,8 +151,8 @@ class EDMPreconditioning:
         c_out = sigma * sigma_data / sqrt(V).
 
     On a variance-preserving process with sigma_data = 1, F equals -v (see `Velocity`). EDM weights
-    the squared error of x0 with `1 / c_out**2`. Use `Simple` for the same loss, because the weight
-    on the squared error of F is then 1. EDM's c_noise is the noise label of `EDMProcess`.
+    the squared error of x0 with `1 / c_out**2`. This weight is 1 on the squared error of F, so use
+    `Simple` to train with EDM's loss. `EDMProcess.noise_label` returns EDM's c_noise.
 
     Args:
         sigma_data: standard deviation of x0.
@@ -208,17 +208,19 @@ class FDM:
         s = exp(-m * B) * (1 + m * B),  B(u) = 0.1 * u + 9.95 * u**2,
         u = (level - sigma_min) / (sigma_max - sigma_min).
 
-    At levels far above sigma_max, `s * x_t / alpha` is almost 0, so the network does not see x_t.
-    If the process has such levels, as with 1000 `CosineBetas` (up to 20,000), the target must not
-    depend on x_t there. Therefore, use `Velocity` or `EDMPreconditioning` as `base`.
+    At noise levels far above sigma_max, `s * x_t / alpha` is almost 0, so the network does not see
+    x_t. At these levels, the target must not depend on x_t. If the process has such levels, use
+    `Velocity` or `EDMPreconditioning` as `base`. For example, 1000 `CosineBetas` have noise levels
+    up to 20,000.
 
     Args:
-        base: the other parameterization.
-        sigma_min: level at which s = 1. The paper uses 0.002 for EDM, 0.001 for VP (`ContinuousVP`,
-            linear betas) and 0.02 for VE.
-        sigma_max: level at which u = 1. The paper uses 80 for EDM, 152.17 for VP and 100 for VE.
-        multiplier: the factor m. The authors use 1 for VE. For EDM and VP, they use 2 on CIFAR-10
-            and AFHQ, and 1 on FFHQ.
+        base: the parameterization whose network input is damped.
+        sigma_min: noise level `sigma / alpha` at which s = 1. The paper uses 0.002 for EDM, 0.001
+            for VP (`ContinuousVP`, linear betas) and 0.02 for VE.
+        sigma_max: noise level `sigma / alpha` at which u = 1. The paper uses 80 for EDM, 152.17 for
+            VP and 100 for VE.
+        multiplier: the factor m in the formula of s. The authors use 1 for VE. For EDM and VP, they
+            use 2 on CIFAR-10 and AFHQ, and 1 on FFHQ.
 
     Raises:
         ValueError: if not 0 <= sigma_min < sigma_max, or if multiplier <= 0.

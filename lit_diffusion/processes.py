@@ -140,9 +140,9 @@ class ZeroTerminalSNR:
 
     The square root of alpha-bar is shifted so that it ends at 0, and scaled so that its first value
     does not change. Train with `Velocity` or `Sample`, because x0 cannot be computed from the
-    output of `Epsilon` at an SNR of 0. Every solver works with its default grid. If you set another
-    grid for `Heun`, `DPMSolverPP2S` or `UniPC`, it must start at an SNR above 0, because these
-    solvers divide by alpha. `LogSNR(noisiest=-10)` is such a grid.
+    output of `Epsilon` at an SNR of 0. Every solver works with its default grid. If you set a
+    different grid for `Heun`, `DPMSolverPP2S` or `UniPC`, the grid must start at an SNR above 0,
+    because these solvers divide by alpha. `LogSNR(noisiest=-10)` is such a grid.
 
     Args:
         base: the schedule to rescale.
@@ -185,11 +185,11 @@ class DiscreteVP:
 
     Args:
         betas: schedule of the betas.
-        rescale_labels: whether the noise label, by which the network knows the time, is
-            `t * 1000 / T` instead of t, as in improved-diffusion.
+        rescale_labels: whether the network gets `t * 1000 / T` instead of t as the noise label, as
+            in improved-diffusion.
 
     Raises:
-        ValueError: if a beta is outside (0, 1), except that the last beta may be 1.
+        ValueError: if a beta is outside (0, 1). Only the last beta may be 1.
 
     Source: Ho et al. 2020 (DDPM), Eq. 4; Nichol & Dhariwal 2021 for `rescale_labels`.
 
@@ -236,7 +236,7 @@ class DiscreteVP:
         return self._table.shape[1] - 1
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Return `sqrt(alpha_bar)` and `sqrt(1 - alpha_bar)`, float64, for t in [-1, T - 1]."""
+        """Return `sqrt(alpha_bar)` and `sqrt(1 - alpha_bar)` in float64, for t in [-1, T - 1]."""
         position = t.double() + 1
         column = position.long().clamp(0, self.num_steps)
         columns = self._table_on(t.device)[:, column]
@@ -293,7 +293,7 @@ class ContinuousVP:
     """Variance-preserving process in continuous time, the limit of linear betas.
 
     For t in [0, 1], `alpha**2 = exp(-B(t))` and `sigma**2 = 1 - exp(-B(t))`, with
-    `B(t) = beta_min * t + beta_d * t**2 / 2`. The noise label is `999 * t`.
+    `B(t) = beta_min * t + beta_d * t**2 / 2`. The network gets `999 * t` as its noise label.
 
     Args:
         beta_min: slope of B at t = 0.
@@ -352,11 +352,11 @@ class ContinuousVP:
 class LinearFlow:
     """Linear path of flow matching: `alpha = 1 - t` and `sigma = t`, for t in [0, 1].
 
-    This path is also called rectified flow. The usual parameterization is `FlowVelocity`. The noise
-    label, by which the network knows the time, is `1000 * t`. At time 1, x_t is pure noise, and the
-    SNR is 0. Every solver works with its default grid. If you set another grid for `Heun`,
-    `DPMSolverPP2S` or `UniPC`, it must start at an SNR above 0, because these solvers divide by
-    alpha. `LogSNR(noisiest=-10)` is such a grid.
+    This path is also called rectified flow. The usual parameterization is `FlowVelocity`. The
+    network gets `1000 * t` as its noise label. At time 1, x_t is pure noise, and the SNR is 0.
+    Every solver works with its default grid. If you set a different grid for `Heun`,
+    `DPMSolverPP2S` or `UniPC`, the grid must start at an SNR above 0, because these solvers divide
+    by alpha. `LogSNR(noisiest=-10)` is such a grid.
 
     Args:
         t_min: least noisy time in training.
@@ -365,8 +365,8 @@ class LinearFlow:
         ValueError: unless 0 < t_min < 1.
 
     Source: Lipman et al. 2023 (Flow Matching, arXiv 2210.02747), Eq. 20-23 with sigma_min = 0 and
-    time reversed; Liu et al. 2023 (Rectified Flow, arXiv 2209.03003), Eq. 1. The noise label is
-    from Esser et al. 2024 (SD3, arXiv 2403.03206).
+    time reversed; Liu et al. 2023 (Rectified Flow, arXiv 2209.03003), Eq. 1. The noise label
+    `1000 * t` is from Esser et al. 2024 (SD3, arXiv 2403.03206).
 
     Example:
         >>> alpha, sigma = LinearFlow().alpha_sigma(torch.tensor([0.25, 1.0]))
@@ -408,14 +408,14 @@ class LinearFlow:
 class EDMProcess:
     """EDM's process, which adds noise without scaling the image: `alpha = 1` and `sigma = t`.
 
-    The noise label, by which the network knows the noise level, is `ln(sigma) / 4`. EDM calls it
-    c_noise. `Uniform` times are uniform in `ln(sigma)`. EDM trains with `LogNormal` times instead.
+    The network gets `ln(sigma) / 4` as its noise label, which EDM calls c_noise. `Uniform` times
+    are uniform in `ln(sigma)`. EDM trains with `LogNormal` times instead.
 
     Args:
         sigma_min: smallest noise level, in units of x0.
         sigma_max: largest noise level, in units of x0. If sigma_max is above 148, pass
-            `times=Karras()` to the solver `Heun`. The default grid of `Heun` has no log SNR below
-            -10, which is the noise level 148.
+            `times=Karras()` to the solver `Heun`, because the default grid of `Heun` has no noise
+            levels above 148 (a log SNR of -10).
 
     Raises:
         ValueError: unless 0 < sigma_min < sigma_max.
@@ -472,9 +472,9 @@ class EDMProcess:
 class VE(EDMProcess):
     """Variance-exploding process: `EDMProcess` with noise levels from 0.02 to 100.
 
-    The noise label, by which the network knows the noise level, is `ln(sigma / 2)`. To train as in
-    Song et al., use `Epsilon` and `Uniform` times. Their network learns sigma times the score,
-    which is minus the noise.
+    The network gets `ln(sigma / 2)` as its noise label. To train as in Song et al., use `Epsilon`
+    and `Uniform` times. The network of Song et al. learns sigma times the score, which is minus the
+    noise.
 
     Args:
         sigma_min: smallest noise level, in units of x0.

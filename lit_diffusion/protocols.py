@@ -45,9 +45,10 @@ class Denoised(NamedTuple):
     Attributes:
         x0: (B, C, H, W) estimate of the clean image.
         noise: (B, C, H, W) estimate of the noise, with `x_t = alpha * x0 + sigma * noise`.
-        logvar_frac: (B, C, H, W) learned log-variance of the reverse step: 0 means the logarithm of
-            the posterior variance, 1 means the logarithm of beta, and other values interpolate.
-            None if the network does not learn the variance.
+        logvar_frac: (B, C, H, W) learned log-variance of the reverse step. The value 0 means the
+            logarithm of the posterior variance, and 1 means the logarithm of the variance beta of
+            `q(x_t | x_s)`. Other values interpolate linearly. None if the network does not learn
+            the variance.
         shift: (B, C, H, W) gradient of a classifier. `DDPM` adds the variance of the step times
             `shift` to the mean of the step. None without `ClassifierShift`.
 
@@ -68,8 +69,8 @@ class Prediction(NamedTuple):
 
     Attributes:
         output: (B, C, H, W) the first C channels of the network's output.
-        variance_output: (B, C, H, W) the other C channels of the network's output, if it learns
-            the variance, else None.
+        variance_output: (B, C, H, W) the last C channels of the network's output; None if the
+            network does not learn the variance.
         x0: (B, C, H, W) clean images: pixels in [-1, 1], or latents.
         x_t: (B, C, H, W) noised images.
         t: (B,) float64 times of the process.
@@ -92,7 +93,7 @@ class NonFiniteSamples(ArithmeticError):
     Args:
         seeds: seeds of the samples that are not finite.
         step: number of completed optimizer steps; None if unknown.
-        where: time or step at which the first value was not finite, such as "t = 5".
+        where: time or sampling step at which a value first became NaN or infinite, such as "t = 5".
 
     Example:
         >>> NonFiniteSamples(seeds=[3, 8], step=1000, where="t = 5").seeds
@@ -116,7 +117,7 @@ None means no condition."""
 
 
 def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
-    """Apply a function to conditions. If they are tuples, apply it to each part of the tuples.
+    """Apply a function to conditions. If conditions are tuples, apply it to each of their parts.
 
     Example:
         >>> by_part(lambda part: part[:1], (torch.zeros(4, 8), torch.ones(4)))
@@ -182,7 +183,7 @@ class Process(Protocol):
         """Number of discrete steps; None for continuous time."""
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Return the signal scale alpha and the noise scale sigma, float64, with the shape of t."""
+        """Return the signal and noise scales, alpha and sigma, in float64 with the shape of t."""
 
     def noise_label(self, t: Tensor, /) -> Tensor:
         """Return the network's input that encodes the noise level, with the shape of t."""
@@ -208,8 +209,8 @@ class Network(Protocol):
         """Compute the network's output.
 
         Args:
-            x: (B, C, H, W) network input (`Parameterization.network_input`).
-            noise_label: (B,) encoded noise levels (`Process.noise_label`).
+            x: (B, C, H, W) result of `Parameterization.network_input`.
+            noise_label: (B,) result of `Process.noise_label`, which encodes the noise levels.
             condition: the `Condition` of the images.
 
         Returns:
@@ -224,7 +225,7 @@ class Conditioning(Protocol):
         """Replace the rows in which `where` (B,) bool is True with the null condition."""
 
     def null(self, like: Condition, /) -> Condition:
-        """Return the null condition for every row, with the shapes and on the device of `like`."""
+        """Return the null condition for every row, with the same shapes and device as `like`."""
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
         """Return the default condition of samples with these seeds, on the CPU."""
@@ -326,8 +327,8 @@ class NoisedBatch(NamedTuple):
 class AuxiliaryLoss(Protocol):
     """A further term of the training loss, for example on the features of a block.
 
-    The term is part of training steps only. If it is an nn.Module, its parameters are trained and
-    saved with the network.
+    The term is added in training steps only. If the auxiliary loss is an nn.Module, its parameters
+    are trained and saved with the network.
     """
 
     def attach(self, network: nn.Module, /) -> None:
@@ -338,7 +339,7 @@ class AuxiliaryLoss(Protocol):
         """
 
     def compute(self, module: Any, batch: NoisedBatch, /) -> Tensor:
-        """Compute the term () of a batch, right after the network has processed the batch.
+        """Compute the scalar term of a batch, right after the network has processed the batch.
 
         Args:
             module: the `DiffusionModule` that is trained.
@@ -347,7 +348,7 @@ class AuxiliaryLoss(Protocol):
 
 
 class Coupling(Protocol):
-    """A rule that assigns the noise of a batch to its images, instead of independent noise."""
+    """A rule for which noise of a batch is added to which image, instead of independent noise."""
 
     def couple(self, x0: Tensor, noise: Tensor, condition: Condition, /) -> Tensor:
         """Assign noise to images.
@@ -358,7 +359,7 @@ class Coupling(Protocol):
             condition: condition of the images, before label dropout.
 
         Returns:
-            (B, C, H, W) the noise of each image, often a permutation of `noise`.
+            (B, C, H, W) noise for the images of x0, often a permutation of the argument `noise`.
         """
 
 
@@ -366,7 +367,7 @@ class TimeGrid(Protocol):
     """Times between which a solver takes its steps."""
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """Return the times (steps + 1,) float64, noisiest first. The last is `process.t_clean`."""
+        """Return `steps + 1` times in float64, from the noisiest time to `process.t_clean`."""
 
 
 class Variance(Protocol):
@@ -385,7 +386,7 @@ class Variance(Protocol):
             log_beta: logarithm of the variance of `q(x_t | x_s)` for the step from t to s.
             log_posterior: logarithm of the variance of `q(x_s | x_t, x0)`.
             last: True for the step to the clean image.
-            frac: the learned variance, `Denoised.logvar_frac`; None if there is none.
+            frac: `Denoised.logvar_frac`; None if the network does not learn the variance.
         """
 
 
@@ -404,7 +405,7 @@ class Solver(Protocol):
         """Integrate the reverse process.
 
         Args:
-            denoise: the model, including guidance if there is any.
+            denoise: denoise function of the model, with guidance if it is used.
             process: the forward process.
             noise: (B, C, H, W) standard normal noise, from which sampling starts.
             randn_like: source of the noise that stochastic solvers add in the steps.
@@ -433,9 +434,9 @@ class Codec(Protocol):
     """A map from images to x0 and back.
 
     A codec may have a method `encode_for_training(images)`, which training steps call instead of
-    `encode`. A VAE draws a random latent there. A codec with weights has an attribute `sha256`, the
-    checksum of the weights. Checkpoints store this checksum. If a data module provides latents, its
-    attribute `vae_sha256` must equal the `sha256` of the codec.
+    `encode`. For a VAE, this method draws a random latent. A codec with weights has an attribute
+    `sha256`, the checksum of the weights, which checkpoints store. If a data module provides
+    latents, its attribute `vae_sha256` must equal the `sha256` of the codec.
     """
 
     @property
@@ -462,9 +463,10 @@ class HasTimesteps(Protocol):
     A callback needs only the attribute that it sets.
 
     Attributes:
-        timestep_density: (num_bins,) density of u in equal bins over [0, 1], not necessarily
-            normalized. None means the uniform density.
-        timestep_weight: (num_bins,) factors on the loss in equal bins of u. None means 1.
+        timestep_density: (num_bins,) density of the noise level u in equal bins over [0, 1], not
+            necessarily normalized. None means the uniform density.
+        timestep_weight: (num_bins,) factor on the loss for each bin of the noise level. None means
+            a factor of 1.
 
     Example:
         >>> class Module(torch.nn.Module):
@@ -490,7 +492,10 @@ class CanGenerate(Protocol):
     """
 
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
-        """Generate images uint8 (N, C, H, W). Image i depends only on seeds[i] and labels[i]."""
+        """Generate one uint8 image per seed. Image i depends only on `seeds[i]` and `labels[i]`.
+
+        The images have the shape (N, C, H, W).
+        """
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on a key, not on the random numbers before them.
+"""Random numbers that depend only on a key, and not on previously drawn random numbers.
 
 The key of a training batch is (seed of the run, rank, optimizer step, index of the batch).
 Therefore, a resumed run draws the same numbers as an uninterrupted run, and each rank draws
@@ -22,10 +22,10 @@ _INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 def fold(*key: int | str) -> int:
     """Hash a key to a 63-bit seed.
 
-    Different keys give unrelated seeds. torch's CPU generator uses only the low 32 bits of a seed,
-    so two keys may give the same random numbers. Among n keys, this is the case for about
-    `n**2 / 2**33` pairs. In training, such pairs are harmless. Generated samples must all differ,
-    so `PerSampleNoise` uses a different hash, which is one-to-one for 32-bit seeds.
+    Different keys give unrelated seeds. However, torch's CPU generator uses only the low 32 bits of
+    a seed, so two keys may give the same random numbers. Among n keys, this happens for about
+    `n**2 / 2**33` pairs, which is harmless in training. Generated samples must all differ, so
+    `PerSampleNoise` uses a different hash, which is one-to-one for 32-bit seeds.
 
     Example:
         >>> fold("step", 0, 1) == fold("step", 0, 1), fold("step", 0, 1) == fold("step", 1, 0)
@@ -59,8 +59,8 @@ def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> int:
         seed: seed of the run.
         rank: rank of the process.
         step: number of completed optimizer steps.
-        micro_batch: number that tells apart the batches that are accumulated for one optimizer
-            step, such as the index of the batch in the epoch.
+        micro_batch: number that differs between the batches of one optimizer step, such as the
+            index of the batch in the epoch.
 
     Returns:
         The seed that was set. You may seed other generators with it.
@@ -114,7 +114,10 @@ class PerSampleNoise:
         ]
 
     def draw(self, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-        """Draw noise (N, *shape) float32, and copy it to the device without waiting for a GPU."""
+        """Draw float32 noise of this shape for each seed, and copy it to the device.
+
+        If the device is a GPU, the host does not wait for it.
+        """
         is_cuda = torch.device(device).type == "cuda"
         size = (len(self.generators), *shape)
         out = torch.empty(size, dtype=torch.float32, pin_memory=is_cuda)

@@ -49,7 +49,7 @@ def draw_uniforms(
 
 
 def bin_of(u: Tensor, num_bins: int) -> Tensor:
-    """Return the index of the bin of each u, (B,) int64, if [0, 1] is divided into equal bins.
+    """Return the int64 index of each u's bin, if [0, 1] is divided into `num_bins` equal bins.
 
     Example:
         >>> bin_of(torch.tensor([0.0, 0.49, 0.5, 0.99]), num_bins=2)
@@ -196,8 +196,8 @@ class LogNormal:
 class LogitNormal(LogNormal):
     """Times for which `logit(t)` is normally distributed on `LinearFlow`, as in SD3.
 
-    The class is `LogNormal` with other defaults, because `ln(sigma / alpha)` equals `logit(t)` on
-    `LinearFlow`.
+    On `LinearFlow`, `ln(sigma / alpha)` equals `logit(t)`. Therefore, this class is `LogNormal`
+    with different default arguments.
 
     Args:
         mean: mean of `logit(t)`. If it is above 0, noisy images are trained more often. The best
@@ -269,7 +269,7 @@ def shift_times(t: Tensor, shift: float, process: Process) -> Tensor:
     Args:
         t: (N,) float64 times.
         shift: factor on the noise levels.
-        process: the process. The returned times are clamped to its range of times.
+        process: the forward process. The returned times are clamped to the range of its times.
 
     Returns:
         The times, (N,) float64.

@@ -1,4 +1,4 @@
-"""Further terms of the training loss, most of them on the features of a block of the network."""
+"""Additional terms of the training loss, such as losses on the features of a network's block."""
 
 from lit_diffusion.auxiliary_losses.dispersive import Dispersive
 

@@ -16,13 +16,15 @@ class Dispersive:
     pairs (i, j) of images of the batch on one device, including i = j. The loss is at most 0. It is
     lowest if the features of different images are far apart.
 
-    The division by D is ours. It makes the temperature independent of the size of the block.
+    The paper does not divide by D. This division makes the temperature independent of the size of
+    the block.
 
     Args:
         block: name of the block in the network, such as "blocks.3". The authors use a block at a
             quarter of the depth.
         weight: factor on the loss. The authors use 0.5.
-        temperature: distances that are much larger contribute nothing. The authors use 0.5.
+        temperature: scale of `||z_i - z_j||**2 / D`. Pairs for which this distance is much larger
+            than the temperature contribute nothing. The authors use 0.5.
 
     Raises:
         ValueError: unless weight and temperature are above 0.
@@ -46,11 +48,11 @@ class Dispersive:
         self.features = BlockFeatures(block)
 
     def attach(self, network: nn.Module, /) -> None:
-        """Register a forward hook on the block. Raises ValueError if there is no such block."""
+        """Register a forward hook on the block. Raise ValueError if there is no such block."""
         self.features.attach(network)
 
     def compute(self, module: Any, batch: NoisedBatch, /) -> Tensor:
-        """Compute the loss () of the features from the last forward pass."""
+        """Compute the loss of the features from the last forward pass, as a scalar."""
         z = self.features.take().float().flatten(1)  # (B, D)
         # |a - b|**2 = |a|**2 + |b|**2 - 2 a.b, because the gradient of cdist is infinite at 0.
         squares = z.square().sum(1)

@@ -50,7 +50,7 @@ class BlockFeatures:
         """Return the output of the last forward pass in training mode, and forget it.
 
         Returns:
-            (B, N, D) tokens or (B, C, H, W) feature maps, with their gradient.
+            (B, N, D) tokens or (B, C, H, W) feature maps, through which gradients can flow.
 
         Raises:
             RuntimeError: if there was no forward pass since the last call.

@@ -1,4 +1,4 @@
-"""Trained models in the package: folders in the format of `lit-diffusion convert export`.
+"""Trained models in the package, in the folder format of `lit-diffusion convert export`.
 
 The script `tests/benchmarks/package_model.py` writes the folders. Importing this module does not
 import torch.
