@@ -265,7 +265,7 @@ def generate_images(
 
     Returns:
         A tuple of the images, as uint8 of shape (N, C, H, W), and an empty list. If any sample is
-        not finite, the tuple is None and the list of the seeds of the non-finite samples.
+        not finite, the tuple contains None and the seeds of the samples that are not finite.
     """
     assert isinstance(module, CanGenerate)
     num_classes = getattr(module, "num_classes", None)

@@ -72,11 +72,11 @@ class FIDEvaluation(PeriodicEvaluation):
       cannot use this FID, because ModelCheckpoint would rank the weights at a validation by an FID
       from an earlier step.
     - Auxiliary metrics: the callback computes more metrics of the same samples, and writes them to
-      `evaluations.jsonl` under the key `second_look`. They include Frechet distances between
-      samples and real images, in pixels and in the features of an untrained network. If `reference`
-      is "train", they also include the FID to held-out images. Each of these distances is written
-      with a floor, the distance of real images in place of samples. Precision and recall are
-      computed in the extractor's features and in pixels.
+      `evaluations.jsonl` under the key `second_look`. These metrics include Frechet distances
+      between samples and real images, in pixels and in the features of an untrained network. If
+      `reference` is "train", they also include the FID to held-out images. A floor is written for
+      each distance, with real images in place of the samples. Precision and recall are computed in
+      the extractor's features and in pixels.
     - Memorization: the auxiliary metric `memorized` is the fraction of samples that are close to a
       training image. A sample is close if its distance to the nearest training image is at most the
       median of these distances for held-out images. `memorized` is about 0.5 for new images and 1

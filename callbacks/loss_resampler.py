@@ -117,9 +117,9 @@ class LossBasedDensity(TimestepWriter):
 
     The losses of all ranks are gathered, and non-finite losses are dropped. Checkpoints contain the
     history, so a resumed run continues exactly. If another callback saves checkpoints in
-    `on_train_batch_end`, list it after this callback. Otherwise, its checkpoints lack the losses of
-    the last batch. Lightning's own checkpoint callbacks may be anywhere in the list, because
-    Lightning runs them last.
+    `on_train_batch_end`, list that callback after this callback. Otherwise, the checkpoints lack
+    the losses of the last batch. Lightning's own checkpoint callbacks may be anywhere in the list,
+    because Lightning runs them last.
 
     Args:
         num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.
@@ -165,7 +165,7 @@ class LossBasedDensity(TimestepWriter):
 
     @abstractmethod
     def density(self, history: LossHistory) -> Tensor:
-        """Return a float64 probability for each bin, or ones until the histories are full."""
+        """Return float64 probabilities of the bins, or ones until each bin has a full history."""
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
         """Return the density of the losses so far.
@@ -207,7 +207,7 @@ class LossBasedDensity(TimestepWriter):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start with an empty history, unless there is an earlier one to continue.
 
-        A history is continued if it comes from the checkpoint, or from the last fit of the same
+        The callback continues a history from the checkpoint, or from the last fit of the same
         module.
         """
         super().on_fit_start(trainer, pl_module)

@@ -344,7 +344,7 @@ class MomentumDecay(pl.Callback):
 
 
 class LRCompensation(MomentumDecay):
-    """Control experiment for `MomentumDecay`: lowers the lr equally, but leaves beta1 unchanged.
+    """Control experiment for `MomentumDecay`: lowers the lr by the same factor, but keeps beta1.
 
     In each update, the lr is the optimizer's lr times the `lr_factor` from
     `momentum_decay(step, total_steps, beta0, min_beta1)`. This lr is bit-identical to the lr in a

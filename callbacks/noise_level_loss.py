@@ -83,7 +83,7 @@ class NoiseLevelLoss(PeriodicEvaluation):
         return [f"{split}/loss_u{u:.3g}" for u in self.levels]
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Return the losses of training images by metric name, with averaged weights if any."""
+        """Return the losses of training images by name, with averaged weights if available."""
         with averaged_weights(trainer):
             losses = self._losses(trainer, pl_module, trainer.train_dataloader)
         return dict(zip(self.metric_names(), losses.tolist(), strict=True))

@@ -65,7 +65,7 @@ def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]
 class LoggedLoss(ProgressBar):
     """Base class of progress bars that show train/loss without waiting for the GPU in each batch.
 
-    On a GPU, such a bar shows the loss of the last logging step. Modules should log train/loss
+    On a GPU, the bar shows the loss of the last logging step. Modules should log train/loss
     without `prog_bar=True`, because with `prog_bar=True`, Lightning waits for the GPU in each
     batch.
     """

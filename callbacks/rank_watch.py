@@ -1,8 +1,8 @@
 """End all ranks if one rank fails, is killed or hangs, and print which rank it was.
 
 A thread of each rank writes heartbeats into the key-value store of the process group. Rank 0 reads
-the heartbeats of all ranks. If a rank has failed, rank 0 writes a message that names the failed
-rank into the heartbeat of rank 0, which all ranks read.
+the heartbeats of all ranks. If a rank has failed, rank 0 adds a message that names the failed rank
+to its own heartbeat. All ranks read the heartbeat of rank 0.
 """
 
 import json
@@ -32,9 +32,9 @@ _INSTALLED = ("<", *(sysconfig.get_paths()[key] for key in ("stdlib", "purelib",
 class RankWatch(Callback):
     """Ends all ranks if one rank fails, is killed or hangs, and prints which rank it was.
 
-    The other ranks print a message and exit with code 1. For example, the message may be "rank 1
-    has kept the others waiting for 60 s at step 17, in data.py:33 (read)". All ranks need this
-    callback. List it before all other callbacks.
+    The ranks that have not failed print a message and exit with code 1. For example, the message
+    may be "rank 1 has kept the others waiting for 60 s at step 17, in data.py:33 (read)". All ranks
+    need this callback. List it before all other callbacks.
 
     Args:
         timeout: time in seconds, >= 3. A rank counts as failed if it sends no heartbeats for this
@@ -101,7 +101,7 @@ class Heartbeat:
 
 
 def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str:
-    """Return a message that names the rank that ended or blocked the run; "" if there is none.
+    """Return a message that names the rank that ended or blocked the run; "" if no rank has.
 
     The function names a rank without recent heartbeats if there is one. Otherwise, it names a rank
     for which other ranks wait in a collective. If there are several such ranks, it names the one
@@ -110,8 +110,8 @@ def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str
     Args:
         ranks: the last heartbeat of each rank.
         now: current time in seconds, on the clock of `Heartbeat.heard`.
-        timeout: longest time in seconds without heartbeats from a rank, or for which a rank may
-            keep other ranks waiting.
+        timeout: time in seconds. A rank counts as failed if it sends no heartbeats for this time,
+            or if it keeps other ranks waiting for this time.
 
     Example:
         >>> find_culprit({0: Heartbeat(beats=9), 1: Heartbeat(beats=9)}, now=1.0, timeout=60)

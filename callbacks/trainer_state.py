@@ -133,7 +133,7 @@ def is_batch_ending(trainer: pl.Trainer) -> bool:
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """Return the Trainer of a module, or None. If there is none, `module.trainer` raises an error.
+    """Return the Trainer of a module; None if `module.trainer` would raise an error.
 
     Example:
         >>> attached_trainer(pl.LightningModule()) is None
@@ -207,8 +207,8 @@ def should_log(trainer: pl.Trainer) -> bool:
 def may_read(trainer: pl.Trainer) -> bool:
     """Whether the host can read a value from the device without an additional wait.
 
-    This is always True on a CPU. On other devices, it is True in steps that log metrics, because
-    the host waits for the device in these steps anyway.
+    On a CPU, the result is always True. On other devices, the result is True in steps that log
+    metrics, because the host waits for the device in these steps anyway.
     """
     return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
 
@@ -304,7 +304,8 @@ def undivided_sampler(loader: Any) -> Any:
 def is_built_from_config() -> bool:
     """Whether LightningCLI is constructing a module now.
 
-    If so, the arguments of the module come from a config and can be stored as plain builtins.
+    If LightningCLI constructs a module, the module's arguments come from a config and can be stored
+    as plain builtins.
     """
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 
@@ -396,8 +397,8 @@ def refuse_unhooked(optimizer: object) -> None:
 def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of `step(**kwargs)` only initializes the optimizer's state, with lr 0.
 
-    The module `torch.distributed.checkpoint.state_dict` makes such a step before it saves or loads
-    the state of an optimizer that has no state yet.
+    The functions of `torch.distributed.checkpoint.state_dict` call `step()` with lr 0 before they
+    save or load the state of an optimizer that has no state yet.
     """
     return dict(kwargs) == {"closure": None} and all(
         group.get("lr") == 0 for group in optimizer.param_groups
@@ -443,8 +444,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def saves_split_tensors(module: pl.LightningModule | None) -> bool:
     """Whether each rank saves its own parts of the split tensors in the states of callbacks.
 
-    This is the case if the strategy's attribute `saves_split_tensors` is True. Lightning's own
-    strategies do not have this attribute.
+    Each rank saves its own parts if the attribute `saves_split_tensors` of the strategy is True.
+    Lightning's own strategies do not have this attribute.
 
     Example:
         >>> saves_split_tensors(pl.LightningModule())
@@ -617,7 +618,7 @@ class Timesteps(NamedTuple):
         timestep_density: (num_bins,) density from which the module samples noise levels. None if
             the callback does not set this attribute.
         timestep_weight: (num_bins,) loss weights. The module multiplies each loss by the weight of
-            the bin of its noise level. None if the callback does not set this attribute.
+            the bin that contains the noise level. None if the callback does not set this attribute.
 
     Example:
         >>> Timesteps(timestep_density=torch.ones(4)).timestep_weight is None
@@ -694,7 +695,7 @@ class TimestepWriter(pl.Callback, ABC):
 
     @abstractmethod
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """Return the values to set after `step` optimizer steps. All ranks must return the same."""
+        """Return the values to set after `step` optimizer steps, the same on all ranks."""
 
     @abstractmethod
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:

@@ -74,7 +74,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         tensors: tensors of any shapes.
 
     Returns:
-        The norm as a scalar tensor, in float32 or in the widest dtype of the tensors.
+        The norm as a scalar tensor, in the widest dtype of the tensors, or at least in float32.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])

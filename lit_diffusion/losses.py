@@ -79,12 +79,13 @@ class MinSNR:
 class P2:
     """P2 weighting: `W = SNR / (k + SNR)**gamma`.
 
-    P2 gives nearly clean images less weight than `W = SNR` does. `W = SNR` is the weighting that
-    `Simple` has with `Epsilon`.
+    P2 gives nearly clean images less weight than `W = SNR` does. With `Epsilon`, `W = SNR` is the
+    same weighting as `Simple`.
 
     Args:
-        gamma: strength of the reduction. The authors use 0.5 and 1. With 0, there is no reduction.
-        k: SNR around which the reduction starts.
+        gamma: exponent of the denominator. A larger gamma gives nearly clean images less weight.
+            The authors use 0.5 and 1. With 0, W equals the SNR.
+        k: SNR around which W starts to grow more slowly than the SNR.
 
     Source: Choi et al. 2022 (P2 weighting, arXiv 2204.00227), Eq. 8.
 
@@ -135,8 +136,8 @@ class SoftMinSNR:
 class TruncSNR:
     """Truncated SNR weighting: `W = max(SNR, 1)`.
 
-    If the SNR is above 1, this is a weight of 1 on the squared error of the noise. If the SNR is
-    below 1, this is a weight of 1 on the squared error of x0.
+    If the SNR is above 1, the squared error of the noise has the weight 1. If the SNR is below 1,
+    the squared error of x0 has the weight 1.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
 

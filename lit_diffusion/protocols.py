@@ -348,7 +348,7 @@ class AuxiliaryLoss(Protocol):
 
 
 class Coupling(Protocol):
-    """A rule for which noise of a batch is added to which image, instead of independent noise."""
+    """A rule that decides which noise of a batch is added to which image of the batch."""
 
     def couple(self, x0: Tensor, noise: Tensor, condition: Condition, /) -> Tensor:
         """Assign noise to images.

@@ -40,7 +40,7 @@ RUN_SEED = "PL_GLOBAL_SEED"
 
 
 def run_seed() -> int | None:
-    """Return the seed passed to Lightning's `seed_everything`, or None if it was not called.
+    """Return the seed passed to Lightning's `seed_everything`; None if no seed was passed.
 
     Example:
         >>> from lightning.pytorch import seed_everything

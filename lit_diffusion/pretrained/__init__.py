@@ -1,7 +1,7 @@
 """Trained models in the package, in the folder format of `lit-diffusion convert export`.
 
-The script `tests/benchmarks/package_model.py` writes the folders. Importing this module does not
-import torch.
+The script `tests/benchmarks/package_model.py` writes the folders of the models. Importing this
+module does not import torch.
 """
 
 from pathlib import Path
