@@ -307,8 +307,9 @@ def build_guidance(
         options: options that change the guidance.
 
     Returns:
-        The guidance; None for classifier-free guidance with a scale of 1. Also a record of the
-        model that --weaker or --classifier names; None without these options.
+        A pair. The first is the guidance; None for classifier-free guidance with a scale of 1. The
+        second is a record of the model that --weaker or --classifier names; None without these
+        options.
 
     Raises:
         ValueError: if the module does not support the guidance, or if the model of --weaker or

@@ -101,8 +101,8 @@ def match_weights(
     Shapes may differ in axes of length 1.
 
     Returns:
-        The weights that fit, in the module's shapes. Also the names of all weights, grouped by
-        what happens to them, such as "copied" or "reshaped".
+        The weights that fit, in the module's shapes, and the names of all weights, grouped by what
+        happens to the weights, such as "copied" or "reshaped".
     """
     comparable = [
         n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])

@@ -427,7 +427,8 @@ def set_float32_precision(name: str | None) -> None:
     """Set the precision of float32 matrix products and convolutions on CUDA.
 
     Args:
-        name: "ieee" (mantissa of 23 bits) or "tf32" (10 bits, faster). None changes nothing.
+        name: "ieee" for a mantissa of 23 bits, or "tf32" for 10 bits, which is faster. None changes
+            nothing.
     """
     import torch
 
@@ -440,8 +441,8 @@ def usable_device(name: str | None) -> "torch.device":
     """Return the device that --device names, after a check that this machine has it.
 
     Args:
-        name: "cpu", "cuda", "cuda:1", and so on. None means the GPU of this process (the number is
-            in LOCAL_RANK), or the CPU if there is no GPU.
+        name: "cpu", "cuda", "cuda:1", and so on. None means the GPU whose number is in LOCAL_RANK,
+            or the CPU if there is no GPU.
 
     Raises:
         ValueError: if the device is not available.

@@ -150,8 +150,8 @@ class StreamedImages(CroppedImageDataModule):
 
     Args:
         train: s3://BUCKET/PATH or gs://BUCKET/PATH of the training set, or a folder. Samples are
-            dictionaries with an image (the bytes of an image file, a Pillow image, or a tensor
-            (C, H, W) uint8) and optionally a label.
+            dictionaries with an image and optionally a label. An image is the bytes of an image
+            file, a Pillow image, or a uint8 tensor (C, H, W).
         val: URL or folder of the held-out set; or the number of samples in `train` to hold out. In
             the latter case, the samples with the smallest hashes `fold("held out", index)` are held
             out, and the hash of every sample is computed at the start.
