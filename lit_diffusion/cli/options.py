@@ -441,8 +441,8 @@ def usable_device(name: str | None) -> "torch.device":
     """Return the device that --device names, after a check that this machine has it.
 
     Args:
-        name: "cpu", "cuda", "cuda:1", and so on. None means the GPU whose number is in LOCAL_RANK,
-            or the CPU if there is no GPU.
+        name: "cpu", "cuda", "cuda:1", and so on. None means the GPU whose number is in LOCAL_RANK
+            (0 if unset), or the CPU if there is no GPU.
 
     Raises:
         ValueError: if the device is not available.
