@@ -326,7 +326,7 @@ def test_what_an_optimizer_refuses_is_a_mistake(capsys):
     [
         (
             f"{FIT} --ckpt_path=last --model.init_args.network.init_args.width=9",
-            r"last\.ckpt is of another architecture .*network\.layers\.0\.weight",
+            r"last\.ckpt has a different architecture .*network\.layers\.0\.weight",
         ),
         (
             f"{FIT} --ckpt_path=last --model.optimizer=torch.optim.SGD --model.optimizer.lr=0.1",
