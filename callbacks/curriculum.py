@@ -156,8 +156,8 @@ class TimestepCurriculum(_Curriculum):
 
     The callback logs `clts/gamma`, the progress of the curriculum, and `clts/tv`, the total
     variation between its density and the uniform density. With the default arguments, `clts/tv` is
-    at most 0.028. This means that at most 2.8% of the samples, such as 3.5 in a batch of 128, get a
-    different noise level than under uniform sampling.
+    at most 0.028. This means that at most 2.8% of the samples (3.5 in a batch of 128) get a
+    different noise level than with uniform sampling.
 
     `trainer.global_step` counts optimizer steps, so batches whose gradients are accumulated into
     one step count once. In manual optimization, it counts every step of every optimizer.

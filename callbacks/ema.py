@@ -296,9 +296,9 @@ class EMA(pl.Callback):
             because each update copies the weights to the CPU.
 
     Raises:
-        ValueError: if an argument is invalid. At the start of a run, the error is also raised if no
-            parameter is under the prefix, if the prefixes of two EMA callbacks overlap, if the
-            strategy is not supported, or if the averages in the checkpoint do not fit the module.
+        ValueError: if an argument is invalid, or if the strategy is not supported. At the start of
+            a run, the error is also raised if no parameter is under the prefix, if the prefixes of
+            two EMA callbacks overlap, or if the averages in the checkpoint do not fit the module.
         FloatingPointError: if an average is not finite.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".

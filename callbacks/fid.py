@@ -113,9 +113,9 @@ class FIDEvaluation(PeriodicEvaluation):
 
     Raises:
         ValueError: if an argument is invalid. At the start of a run, the error is also raised if no
-            callback provides the named weights, if there are no real images, if another run has
-            written to the run folder, or if another FIDEvaluation would log the same metric or
-            write the same file.
+            callback provides the named weights, if there are no real images, or if another run has
+            written to the run folder. Two FIDEvaluation callbacks raise the error if they would log
+            the same metric or write the same file.
         FileNotFoundError: at the start of a run, if the extractor's weight file is missing.
 
     Source: Eq. 6 of Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule" (arXiv

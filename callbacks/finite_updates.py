@@ -104,10 +104,11 @@ class FiniteUpdates(pl.Callback):
       Existing checkpoints are not changed.
     - For each skipped update, a message names the optimizer step and the rank. If the loss is not
       finite, the message can also name the samples and their noise levels. To enable this,
-      training_step must return a dictionary with the tensors `u` (B,) in [0, 1], `t` (B,) and
-      `per_sample_loss` (B,) besides the loss. If batches are tuples (images, labels, index), the
-      message includes the data index of each of these samples. If the loss is finite but gradients
-      are not, the message names the parameters with non-finite gradients.
+      training_step must return a dictionary with the tensors "u", "t" and "per_sample_loss" besides
+      the loss. Each tensor has one entry per sample, and u is in [0, 1]. If batches are tuples
+      (images, labels, index), the message includes the data index of each of these samples. If the
+      loss is finite but gradients are not, the message names the parameters with non-finite
+      gradients.
     - The batch is saved to the file non-finite-rank<r>.ckpt in the first logger's version
       directory, or in `default_root_dir` if there is no logger. If an earlier fit has left such a
       file, the name ends in -v1, -v2, and so on. Read the file with

@@ -111,9 +111,9 @@ class LossBasedDensity(TimestepWriter):
     multiplies its losses.
 
     The module's training_step must return a dictionary with "loss", "u" and "per_sample_loss". The
-    entry "u" (B,) contains the noise levels in [0, 1]. If your module has discrete times
-    t = 0, ..., T - 1, return `u = t / T`. The entry "per_sample_loss" (B,) contains the losses
-    before they are multiplied by `timestep_weight`.
+    entry "u" contains the noise level of each sample, in [0, 1]. If your module has discrete times
+    t = 0, ..., T - 1, return `u = t / T`. The entry "per_sample_loss" contains the loss of each
+    sample, before it is multiplied by `timestep_weight`.
 
     The losses of all ranks are gathered, and non-finite losses are dropped. Checkpoints contain the
     history, so a resumed run continues exactly. If another callback saves checkpoints in

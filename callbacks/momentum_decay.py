@@ -54,10 +54,10 @@ def momentum_decay(
         beta1     = max(beta0 * (1 - tau) / (1 - beta0 * tau), min_beta1)
         lr_factor = (1 - beta0) / (1 - beta1)
 
-    Until `beta1` reaches `min_beta1`, the total weight of all past gradients relative to the newest
-    gradient, `beta1 / (1 - beta1)`, falls linearly with tau. The factor
-    `lr_factor = 1 - beta0 * tau` falls linearly too. From then on, `beta1` and `lr_factor` are
-    constant. Because of `lr_factor`, the newest gradient has the same weight in all updates,
+    The ratio `beta1 / (1 - beta1)` is the total weight of all past gradients, divided by the weight
+    of the newest gradient. Until `beta1` reaches `min_beta1`, this ratio and
+    `lr_factor = 1 - beta0 * tau` fall linearly with tau. From then on, `beta1` and `lr_factor` are
+    constant. Because of `lr_factor`, the newest gradient has the same weight in all updates:
     `lr * lr_factor * (1 - beta1) = lr * (1 - beta0)`.
 
     Args:
@@ -121,11 +121,11 @@ class MomentumDecay(pl.Callback):
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
-        ValueError: if an argument is out of range. At the start of a fit, the error is also raised
-            if total_steps is unknown, if min_beta1 is above beta0, if another callback of this
-            class would change the same optimizer, if an optimizer has no momentum, if a scheduler
-            cycles the momentum, if compensate_lr is True for an optimizer whose updates are unlike
-            Adam's, or if the strategy is not supported.
+        ValueError: if an argument is out of range, or if the strategy is not supported. At the
+            start of a fit, the error is also raised if total_steps is unknown, if min_beta1 is
+            above beta0, or if another callback of this class would change the same optimizer. An
+            optimizer raises the error if it has no momentum, if a scheduler cycles its momentum, or
+            if compensate_lr is True and its updates are unlike Adam's.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023).
     Demon is from Chen & Kyrillidis 2019 (arXiv 1910.04952).

@@ -46,7 +46,7 @@ class ClassLabels:
         return by_part(lambda labels: torch.full_like(labels, -1), like)
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """Return labels (N,). The label of each sample is its seed modulo `num_classes`."""
+        """Return the label of each sample, which is the seed modulo `num_classes`."""
         return torch.tensor(classes_of(seeds, self.num_classes))
 
     def check(self, condition: Condition, num: int, /) -> None:

@@ -41,7 +41,7 @@ class Sections:
     counts: tuple[int, ...] | None = None
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
+        """Return `steps + 1` times in float64, from the noisiest time to the clean time."""
         num_steps = _discrete_steps(process, self)
         counts = (steps,) if self.counts is None else self.counts
         if sum(counts) != steps:
@@ -73,7 +73,7 @@ class Stride:
     """
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """Return times (steps + 1,) float64, the noisiest first and the clean time last.
+        """Return `steps + 1` times in float64, from the noisiest time to the clean time.
 
         Raises:
             ValueError: if no stride gives `steps` times.
@@ -97,7 +97,7 @@ class Even:
     """
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
+        """Return `steps + 1` times in float64, from the noisiest time to the clean time."""
         return torch.linspace(process.t_max, process.t_clean, steps + 1, dtype=torch.float64)
 
 
@@ -127,7 +127,7 @@ class LogSNR:
     noisiest: float = -math.inf
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
+        """Return `steps + 1` times in float64, from the noisiest time to the clean time."""
         noisiest, cleanest = _log_snr_ends(process, self.noisiest).tolist()
         between = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64)
         return _append_clean_time(process.at_log_snr(between).tolist(), process)
@@ -164,7 +164,7 @@ class Karras:
             raise ValueError(f"rho must be > 0, got {self.rho}; EDM uses 7.")
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
+        """Return `steps + 1` times in float64, from the noisiest time to the clean time."""
         ends = _log_snr_ends(process, self.noisiest)
         noisiest, cleanest = (ends / (-2 * self.rho)).exp().tolist()
         levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64) ** self.rho
@@ -199,7 +199,7 @@ class ShiftedGrid:
         check_shift(self.shift)
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
-        """Return times (steps + 1,) float64, the noisiest first and the clean time last."""
+        """Return `steps + 1` times in float64, from the noisiest time to the clean time."""
         times = self.base.grid(process, steps)[:-1]
         return _append_clean_time(shift_times(times, self.shift, process).tolist(), process)
 

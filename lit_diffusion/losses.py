@@ -5,9 +5,9 @@ from a weighting. Then it passes the product to a loss, which may add terms.
 
 The docstrings of the weightings, except `Simple`, describe the weight W on the squared error of x0,
 because W does not depend on the parameterization. The methods `weight` return the weight on the
-squared error of the output, which is `W * output_scale**2`. The two weights are equivalent because
-every parameterization has the form `x0 = (terms without the output) +- output_scale * output`. The
-SNR is `(alpha / sigma)**2`.
+squared error of the output, which is `W * output_scale**2`. Both weights give the same loss,
+because every parameterization has the form
+`x0 = (terms without the output) +- output_scale * output`. The SNR is `(alpha / sigma)**2`.
 """
 
 import math
@@ -335,7 +335,7 @@ class UncertaintyLoss(nn.Module):
         return weighted_error * (-u).exp() + u
 
     def uncertainty(self, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Compute u (B,) at signal and noise scales (B,) float64."""
+        """Compute u at the signal and noise scales. All have the shape (B,)."""
         c_noise = (sigma / alpha).log().clamp(-20, 20)[:, None] / 4  # finite at pure noise
         angles = 2 * math.pi * (self.frequencies * c_noise.to(self.frequencies.dtype) + self.phases)
         u: Tensor = math.sqrt(2 / len(self.phases)) * angles.cos() @ self.log_variance

@@ -1,7 +1,8 @@
 """Parameterizations: what the network outputs, and how to recover x0 from it.
 
-With `x_t = alpha * x0 + sigma * noise`, every class computes the training target from x0 and the
-noise, and an estimate of x0 from x_t and the network's output.
+The noised image is `x_t = alpha * x0 + sigma * noise`. In every class, the method `target` computes
+the training target from x0 and the noise, and `to_x0` estimates x0 from x_t and the network's
+output.
 
 Images are (B, C, H, W). The scales alpha and sigma have the dtype of the images and broadcast
 against the images (see `gaussian.expand_as`). The method `output_scale` returns

@@ -245,7 +245,7 @@ class TimestepDistribution(Protocol):
     """Distribution of training times, which is defined by its quantile function."""
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """Map uniform numbers (B,) in [0, 1) to times (B,) float64."""
+        """Map numbers in [0, 1) to times in float64, with the same shape (B,)."""
 
 
 class Parameterization(Protocol):
@@ -305,7 +305,7 @@ class Loss(Protocol):
         parameterization: Parameterization,
         /,
     ) -> Tensor:
-        """Compute the loss of each sample, (B,), from its weighted squared error, (B,)."""
+        """Compute the losses of the samples, (B,), from their weighted squared errors, (B,)."""
 
 
 class NoisedBatch(NamedTuple):
