@@ -383,7 +383,7 @@ class EMA(pl.Callback):
                 started and no checkpoint was loaded.
         """
         if name not in self._names:
-            raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
+            raise ValueError(f"EMA provides the weights {self._names}, got {name!r}.")
         if name != RAW and not (self._groups or self._idle_steps):
             raise RuntimeError(
                 f"EMA holds no averages yet, so there is no {name!r}: fit first, or give the "

@@ -74,13 +74,13 @@ class FIDEvaluation(PeriodicEvaluation):
     - Auxiliary metrics: the callback computes more metrics of the same samples, and writes them to
       `evaluations.jsonl` under the key `second_look`. These metrics include Frechet distances
       between samples and real images, in pixels and in the features of an untrained network. If
-      `reference` is "train", they also include the FID to held-out images. A floor is written for
-      each distance, with real images in place of the samples. Precision and recall are computed in
-      the extractor's features and in pixels.
+      `reference` is "train", they also include the FID to held-out images. For each distance, a
+      floor is written, which is measured with real images in place of samples. Precision and recall
+      are computed in the extractor's features and in pixels.
     - Memorization: the auxiliary metric `memorized` is the fraction of samples that are close to a
       training image. A sample is close if its distance to the nearest training image is at most the
-      median of these distances for held-out images. `memorized` is about 0.5 for new images and 1
-      for copies.
+      median distance from a held-out image to its nearest training image. `memorized` is about 0.5
+      if samples are as new as held-out images, and 1 if they are copies of training images.
     - If samples are not finite, the FID is NaN, a warning lists the seeds of these samples, and
       training continues.
     - `fast_dev_run` generates one sample and computes no FID.

@@ -115,8 +115,9 @@ class FiniteUpdates(pl.Callback):
       `torch.load(path, weights_only=True)`. The entry "state_dict" has the weights before the
       update. The entry "non_finite" has the batch, the states of the random generators before the
       batch, and the outputs of training_step.
-    - Usually, updates that a GradScaler skips are not counted, because the cause is a large loss
-      scale. They are counted if the loss itself is not finite, or if the loss scale is at most 1.
+    - Updates that a GradScaler skips are not counted, because their usual cause is a large loss
+      scale. As an exception, such an update is counted if the loss itself is not finite, or if the
+      loss scale is at most 1.
     - Saving a checkpoint with non-finite weights raises an error, also at the end of a run.
     - At each skipped update, the callback logs the number of skipped updates so far as
       `train/nonfinite_steps`. When the callback stops a run, it logs NaN as the last train/loss.

@@ -83,7 +83,7 @@ def momentum_decay(
     if not 0 <= min_beta1 <= beta0 < 1:
         raise ValueError(
             f"0 <= min_beta1 <= beta0 < 1 must hold, got min_beta1={min_beta1} and beta0={beta0}, "
-            "which is the optimizer's beta1 or momentum; lower min_beta1 (0 means no floor)."
+            "which is the optimizer's beta1 or momentum; lower min_beta1 (0 means no lower bound)."
         )
     tau = min(step / total_steps, 1.0)
     beta1 = max(beta0 * (1 - tau) / (1 - beta0 * tau), float(min_beta1))
@@ -123,9 +123,9 @@ class MomentumDecay(pl.Callback):
     Raises:
         ValueError: if an argument is out of range, or if the strategy is not supported. At the
             start of a fit, the error is also raised if total_steps is unknown, if min_beta1 is
-            above beta0, or if another callback of this class would change the same optimizer. An
-            optimizer raises the error if it has no momentum, if a scheduler cycles its momentum, or
-            if compensate_lr is True and its updates are unlike Adam's.
+            above beta0, or if another callback of this class would change the same optimizer.
+            Optimizers without momentum and schedulers that cycle the momentum raise the error too.
+            If compensate_lr is True, so do optimizers whose updates are unlike Adam's.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023).
     Demon is from Chen & Kyrillidis 2019 (arXiv 1910.04952).

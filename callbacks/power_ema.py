@@ -35,8 +35,8 @@ class PowerEMA(EMA):
     widths from a checkpoint and the snapshots of earlier steps. To do so, call
     `load(run, weights="power_0.07")` or run `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For
     widths from 0.02 to 0.25, 30 snapshots suffice. A reconstruction is a linear combination of
-    snapshots. The share of each training step in this combination is called its profile. If the
-    relative error of the profile exceeds 0.1, an error is raised.
+    snapshots. The profile of a reconstruction is the share of each training step in the average. If
+    the relative error of the profile exceeds 0.1, an error is raised.
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
     use the first average, while `state_dict()` and checkpoints have the raw weights. A resumed run

@@ -58,8 +58,9 @@ class SampleGrid(PeriodicEvaluation):
       omitted and a message is printed once.
     - `val/memorized` is a metric that is logged with the second grid. It is the fraction of samples
       that are close to a training image. A sample is close if its distance to the nearest training
-      image is at most the median of these distances for held-out images. The metric is about 0.5
-      for new images and 1 for copies.
+      image is at most the median distance from a held-out image to its nearest training image. The
+      metric is about 0.5 if samples are as new as held-out images, and 1 if they are copies of
+      training images.
 
     Every rank generates all samples. The states of the random generators are restored afterwards.
 

@@ -37,9 +37,9 @@ def requeue_job(job: str, number: signal.Signals) -> str:
     """Ask SLURM to requeue a running job after a signal.
 
     After SIGTERM, the job is requeued only if SLURM preempts it. Otherwise, a user has sent the
-    SIGTERM to stop this process. The job is then not requeued, because this would interrupt other
-    work of the user in the same job. After any signal, the job is not requeued if it was cancelled
-    or has reached its time limit.
+    SIGTERM to stop this process. The job is then not requeued, because a requeue would interrupt
+    other work of the user in the same job. After any signal, the job is not requeued if it was
+    cancelled or has reached its time limit.
 
     Args:
         job: id of the job, as returned by `job_id`.

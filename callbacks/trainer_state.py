@@ -214,7 +214,7 @@ def may_read(trainer: pl.Trainer) -> bool:
 
 
 def confirm_updates(trainer: pl.Trainer) -> None:
-    """Raise an error if the GPU has skipped an update that the host does not know of. Collective.
+    """Raise an error if the GPU has skipped an update that the host has not noticed. Collective.
 
     The callback FiniteUpdates lets the GPU skip non-finite updates, and the host may notice a few
     steps later. Therefore, call this function in `on_train_batch_end` before you evaluate or save

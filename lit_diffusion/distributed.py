@@ -74,7 +74,8 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         tensors: tensors of any shapes.
 
     Returns:
-        The norm as a scalar tensor, in the widest dtype of the tensors, or at least in float32.
+        The norm as a scalar tensor. The dtype is the widest dtype of the tensors, but at least
+        float32.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])

@@ -79,7 +79,7 @@ def coefficients(
         A tuple of the N factors, as a float64 tensor, and the relative error
         `|sum_i x_i * p_i - p| / |p|`. The error is 0 if `p` is one of the `p_i`. As an example,
         suppose that there is one snapshot, at the step of the target. If the relative width of the
-        snapshot is an eighth above or below that of the target, the error is about 0.1.
+        snapshot is an eighth above or below the target's width, the error is about 0.1.
 
     Raises:
         ValueError: if there are no snapshots, or if `step` is after the last snapshot.

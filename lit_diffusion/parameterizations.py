@@ -152,8 +152,9 @@ class EDMPreconditioning:
         c_out = sigma * sigma_data / sqrt(V).
 
     On a variance-preserving process with sigma_data = 1, F equals -v (see `Velocity`). EDM weights
-    the squared error of x0 with `1 / c_out**2`. This weight is 1 on the squared error of F, so use
-    `Simple` to train with EDM's loss. `EDMProcess.noise_label` returns EDM's c_noise.
+    the squared error of x0 with `1 / c_out**2`. This is the same as a weight of 1 on the squared
+    error of F, so use `Simple` to train with EDM's loss. `EDMProcess.noise_label` returns EDM's
+    c_noise.
 
     Args:
         sigma_data: standard deviation of x0.

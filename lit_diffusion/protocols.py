@@ -327,8 +327,8 @@ class NoisedBatch(NamedTuple):
 class AuxiliaryLoss(Protocol):
     """A further term of the training loss, for example on the features of a block.
 
-    The term is added in training steps only. If the auxiliary loss is an nn.Module, its parameters
-    are trained and saved with the network.
+    The term is added to the loss in training steps only. If the auxiliary loss is an nn.Module, its
+    parameters are trained and saved with the network.
     """
 
     def attach(self, network: nn.Module, /) -> None:

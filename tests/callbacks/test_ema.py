@@ -386,7 +386,7 @@ def test_weights_gives_any_decay_nested_and_after_exceptions(tmp_path):
             raise KeyError
         assert_close(trainable(module), first, 0)
     assert_same_bits(trainable(module), raw)
-    with pytest.raises(ValueError, match=r"EMA knows the weights .*'best'"), ema.weights("best"):
+    with pytest.raises(ValueError, match=r"EMA provides the weights .*'best'"), ema.weights("best"):
         pass
     with pytest.raises(RuntimeError, match="no averages"), EMA().weights("ema"):
         pass
