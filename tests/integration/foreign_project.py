@@ -32,7 +32,7 @@ class MyFlow(LightningModule):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
-    def generate(self, seeds, labels=None):  # all that SampleGrid and FIDEvaluation ask for
+    def generate(self, seeds, labels=None):  # SampleGrid and FIDEvaluation need only this method
         noise = [torch.randn(64, generator=torch.Generator().manual_seed(s)) for s in seeds]
         x = torch.stack(noise).to(self.device)
         for t in torch.linspace(1, 0.05, 20, device=self.device):
