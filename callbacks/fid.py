@@ -94,7 +94,7 @@ class FIDEvaluation(PeriodicEvaluation):
             the run folder.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
             folder of images, or an .npz file of images. If the images of a split are read from a
-            DataLoader of the Trainer, they are augmented as in training.
+            DataLoader of the Trainer, they are augmented as the DataLoader's data set defines.
         every_n_steps: optimizer steps between evaluations; None evaluates after every validation.
         weights: name of the weights to use. A callback such as EMA provides named weights (see
             `protocols.WeightsProvider`). The name "raw" selects the weights being trained.
