@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the classes of _FILES, in a form that type checkers understand
+    from .adaptive_timesteps import AdaptiveTimesteps as AdaptiveTimesteps
     from .consistency_probe import ConsistencyProbe as ConsistencyProbe
     from .curriculum import CurriculumWeight as CurriculumWeight
     from .curriculum import ImportanceWeightedCurriculum as ImportanceWeightedCurriculum
@@ -16,6 +17,7 @@ if TYPE_CHECKING:  # the classes of _FILES, in a form that type checkers underst
     from .fid import FIDEvaluation as FIDEvaluation
     from .finite_updates import FiniteUpdates as FiniteUpdates
     from .gradient_diagnostics import GradientDiagnostics as GradientDiagnostics
+    from .info_noise import InfoNoise as InfoNoise
     from .loss_resampler import LossDensity as LossDensity
     from .loss_resampler import LossSecondMomentResampler as LossSecondMomentResampler
     from .momentum_decay import LRCompensation as LRCompensation
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # the classes of _FILES, in a form that type checkers underst
     from .step_seed import StepSeed as StepSeed
 
 _FILES = {
+    "AdaptiveTimesteps": "adaptive_timesteps",
     "ConsistencyProbe": "consistency_probe",
     "CurriculumWeight": "curriculum",
     "EMA": "ema",
@@ -35,6 +38,7 @@ _FILES = {
     "FiniteUpdates": "finite_updates",
     "GradientDiagnostics": "gradient_diagnostics",
     "ImportanceWeightedCurriculum": "curriculum",
+    "InfoNoise": "info_noise",
     "LRCompensation": "momentum_decay",
     "LossDensity": "loss_resampler",
     "LossSecondMomentResampler": "loss_resampler",

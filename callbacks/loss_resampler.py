@@ -167,6 +167,25 @@ class LossBasedDensity(TimestepWriter):
     def density(self, history: LossHistory) -> Tensor:
         """Return float64 probabilities of the bins, or ones until each bin has a full history."""
 
+    def recorded_losses(self, pl_module: pl.LightningModule, outputs: dict[str, Tensor]) -> Tensor:
+        """Return the losses (B,) to record after a batch, by default the "per_sample_loss"."""
+        return outputs["per_sample_loss"]
+
+    def mix_with_uniform(self, history: LossHistory, masses: Tensor) -> Tensor:
+        """Normalize the masses of the bins, and mix them with the uniform density.
+
+        Args:
+            history: the recorded losses.
+            masses: (num_bins,) float64, not negative.
+
+        Returns:
+            (num_bins,) float64 probabilities, or ones until all bins have full histories. They are
+            ones too if all masses are 0.
+        """
+        full = (history.counts >= self.history).all() & (masses.sum() > 0)
+        mixed = (1 - self.uniform_prob) * masses / masses.sum() + self.uniform_prob / self.num_bins
+        return torch.where(full, mixed, torch.ones_like(mixed))
+
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
         """Return the density of the losses so far.
 
@@ -229,7 +248,8 @@ class LossBasedDensity(TimestepWriter):
         if not self._is_checked:
             _check_outputs(outputs, pl_module, type(self).__name__)
             self._is_checked = True
-        pairs = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
+        losses = self.recorded_losses(pl_module, outputs)
+        pairs = torch.stack([outputs["u"].double(), losses.double()]).detach()
         if trainer.world_size > 1:  # B may differ between ranks
             shares = all_gather_objects(pairs.cpu(), trainer.world_size)
             pairs = torch.cat(shares, dim=1).to(pairs.device)
@@ -308,10 +328,7 @@ class LossDensity(LossBasedDensity):
 
     def density(self, history: LossHistory) -> Tensor:
         """Return a density proportional to the mean losses, mixed with the uniform density."""
-        means = history.losses.mean(1).clamp(min=0)
-        full = (history.counts >= self.history).all() & (means.sum() > 0)
-        mixed = (1 - self.uniform_prob) * means / means.sum() + self.uniform_prob / self.num_bins
-        return torch.where(full, mixed, torch.ones_like(mixed))
+        return self.mix_with_uniform(history, history.losses.mean(1).clamp(min=0))
 
 
 def _check_outputs(outputs: Any, module: pl.LightningModule, name: str) -> None:

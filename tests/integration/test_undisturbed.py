@@ -13,7 +13,10 @@ from torch import nn
 
 from lit_diffusion import callbacks
 from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.losses import DenoisingLoss, Simple
+from lit_diffusion.parameterizations import Velocity
 from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.timesteps import Uniform
 
 
 def draw():
@@ -40,6 +43,8 @@ QUIET = {  # each with arguments under which it changes nothing of training
     "ImportanceWeightedCurriculum": {"num_steps": 4},
     "LossSecondMomentResampler": {"num_bins": 2, "history": 1},
     "LossDensity": {"num_bins": 2, "history": 1},
+    "InfoNoise": {"num_bins": 2, "history": 1},
+    "AdaptiveTimesteps": {"num_bins": 4, "every_n_steps": 1},
     "ConsistencyProbe": {"num": 2},
     "GradientDiagnostics": {"num_levels": 2, "num_images": 4},
 }
@@ -52,6 +57,7 @@ class Drawing(PicturesModule):
     """Draws from every global generator; is told noise levels and does not listen."""
 
     process, codec, num_classes = DiscreteVP(CosineBetas(10)), PixelCodec(), None
+    times, parameterization, loss = Uniform(), Velocity(), DenoisingLoss(Simple())
     timestep_density = timestep_weight = None
 
     def __init__(self):

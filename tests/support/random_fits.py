@@ -193,6 +193,8 @@ def _callbacks(rng, trainer, model, root, scores):
     curricula = [
         _ours("TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
         _ours("LossSecondMomentResampler", num_bins=4, history=3),
+        _ours("InfoNoise", num_bins=4, history=3),
+        _ours("AdaptiveTimesteps", num_bins=4, every_n_steps=2, lr=0.1),
         _ours("ImportanceWeightedCurriculum", num_steps=9, std=0.3),
         _ours("CurriculumWeight", num_steps=9, std=0.3),
     ]

@@ -14,12 +14,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lit_diffusion.callbacks import (
     EMA,
+    AdaptiveTimesteps,
     ConsistencyProbe,
     CurriculumWeight,
     FIDEvaluation,
     FiniteUpdates,
     GradientDiagnostics,
     ImportanceWeightedCurriculum,
+    InfoNoise,
     LossDensity,
     LossSecondMomentResampler,
     LRCompensation,
@@ -65,6 +67,8 @@ ALTERNATIVES = {  # each to another one above, beside which it is refused
     "ImportanceWeightedCurriculum": lambda: ImportanceWeightedCurriculum(8, mean=0.3, std=0.2),
     "LossSecondMomentResampler": lambda: LossSecondMomentResampler(num_bins=4, history=3),
     "LossDensity": lambda: LossDensity(num_bins=4, history=3),
+    "InfoNoise": lambda: InfoNoise(num_bins=4, history=3),
+    "AdaptiveTimesteps": lambda: AdaptiveTimesteps(num_bins=4, every_n_steps=2, lr=0.1),
 }
 FOREIGN = {
     "GradientAccumulationScheduler": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),

@@ -1,0 +1,239 @@
+"""InfoNoise: train where a little less noise tells most about the clean image.
+
+The conditional entropy of x0 given x_t is the uncertainty about the clean image that remains at the
+time t. By the I-MMSE relation, its derivative with respect to the SNR `(alpha / sigma)**2` is minus
+half the error of the best possible estimate of x0. Training losses estimate this error.
+
+Source: Guo et al. 2005 (I-MMSE, arXiv cs/0412108); Raya et al. 2026 (InfoNoise, arXiv 2602.18647).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lit_diffusion.callbacks.loss_resampler import LossBasedDensity, LossHistory
+from lit_diffusion.callbacks.trainer_state import Timesteps
+from lit_diffusion.losses import DenoisingLoss
+
+SIGMA_RANGE = (0.002, 80.0)  # EDM's range of sigma / alpha
+GATE_POWER = 3
+PARTS = 16  # of a bin, over which gate and weight are integrated
+
+
+class NoiseLevels(NamedTuple):
+    """Noise levels of equal bins of u, each divided into `PARTS` equal parts.
+
+    Attributes:
+        width: (num_bins, PARTS) float64 lengths of the parts in log SNR, within `SIGMA_RANGE`.
+        alpha: (num_bins, PARTS) float64 signal scales in the middle of the parts.
+        sigma: (num_bins, PARTS) float64 noise scales in the middle of the parts.
+    """
+
+    width: Tensor
+    alpha: Tensor
+    sigma: Tensor
+
+
+def noise_levels(module: Any, num_bins: int) -> NoiseLevels:
+    """Compute the noise levels of equal bins of u, for the times and the process of a module.
+
+    Args:
+        module: `DiffusionModule`, or a module with its attributes `process` and `times`.
+        num_bins: number of bins.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from lit_diffusion.processes import EDMProcess
+        >>> from lit_diffusion.timesteps import Uniform
+        >>> levels = noise_levels(SimpleNamespace(process=EDMProcess(), times=Uniform()), 2)
+        >>> levels.width.sum(1).exp().sqrt().round().tolist()  # from 0.002 to 0.4 to 80
+        [200.0, 200.0]
+    """
+    u = torch.linspace(0, 1, PARTS * num_bins + 1, dtype=torch.float64)
+    u = (u + 1e-9).clamp(max=1 - 2**-53)  # rounding must not move an edge to the step before it
+    alpha, sigma = module.process.alpha_sigma(module.times.quantile(u, module.process))
+    log_snr = -2 * (sigma / alpha).clamp(*SIGMA_RANGE).log()
+    middle = module.process.at_log_snr((log_snr[1:] + log_snr[:-1]) / 2)
+    parts = (-log_snr.diff(), *module.process.alpha_sigma(middle))
+    return NoiseLevels(*(part.reshape(num_bins, PARTS) for part in parts))
+
+
+def information_weight(levels: NoiseLevels) -> Tensor:
+    """Compute the factor by which the error of the velocity becomes information about x0.
+
+    The information that x_t has about x0 changes over a part by the factor times the squared error
+    of the velocity, `1 + SNR` times the error of x0, of the best network. With the errors of
+    another network, the products are the terms of the variational bound on the likelihood.
+
+    Args:
+        levels: noise levels of the bins.
+
+    Returns:
+        (num_bins, PARTS) float64, in nats for each number of x0: half of the change of the SNR over
+        a part, divided by `1 + SNR`.
+
+    Source: Guo et al. 2005 (I-MMSE, arXiv cs/0412108), Eq. 2 (theorem 1); Kingma et al. 2021 (VDM,
+    arXiv 2107.00630) for the variational bound.
+    """
+    snr = (levels.alpha / levels.sigma) ** 2
+    return levels.width / 2 * snr / (1 + snr)
+
+
+def x0_weight(module: Any, alpha: Tensor, sigma: Tensor, step: int | None) -> Tensor:
+    """Compute the weight on the squared error of x0 in the loss of a module.
+
+    Args:
+        module: `DiffusionModule` with a `DenoisingLoss`.
+        alpha: (B,) float64 signal scales.
+        sigma: (B,) float64 noise scales.
+        step: number of completed optimizer steps.
+
+    Returns:
+        (B,) float64 weights.
+    """
+    scale = module.parameterization.output_scale(alpha, sigma)
+    weight: Tensor = module.loss.weighting.weight(alpha, sigma, scale, step) / scale**2
+    return weight
+
+
+def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> Tensor:
+    """Compute the squared errors of the velocity from losses.
+
+    They are `1 + SNR` times the errors of x0, or the sum of the errors of x0 and of the noise. They
+    change slowly with the noise level, and are therefore averaged over bins.
+
+    Args:
+        module: `DiffusionModule` with a `DenoisingLoss`.
+        u: (B,) float64 noise levels in [0, 1).
+        losses: (B,) losses at these noise levels.
+        step: number of optimizer steps before the losses were computed.
+
+    Returns:
+        (B,) float64 errors. They are not finite where the loss has the weight 0.
+    """
+    alpha, sigma = module.process.alpha_sigma(module.times.quantile(u, module.process))
+    errors: Tensor = (1 + (alpha / sigma) ** 2) * losses / x0_weight(module, alpha, sigma, step)
+    return errors
+
+
+class InfoNoise(LossBasedDensity):
+    """Samples noise levels so that their share of the loss follows the entropy rate.
+
+    The estimated profile is the entropy rate times a gate, where the losses estimate the best
+    possible error of x0:
+
+        profile = 1/2 * abs(d SNR / du) * error_of_x0 * gate
+        gate    = r**3 / (r**3 + gate_sigma**3)        with r = sigma / alpha
+        density = profile / (weight of the loss on the squared error of x0)
+
+    The gate suppresses low noise levels. There, the SNR multiplies the error of x0 by a large
+    number, and an unfinished network is far from the best possible error. The division by the
+    weight makes `density * weight`, the share of each noise level in the training objective, follow
+    the profile. The losses have no importance weights. Noise levels are sampled uniformly until
+    each bin has `history` losses. The callback logs `info_noise/full`, the fraction of bins with
+    `history` losses, and `info_noise/tv`, the total variation between the density and the uniform
+    density.
+
+    The density prefers high noise levels if the weight on x0 falls to 0 with the SNR. This is the
+    case for `Epsilon` with `Simple`, and for `MinSNR`. It is not the case for `Velocity` or
+    `FlowVelocity` with `Simple`, or for `EDMPreconditioning`. Noise levels `sigma / alpha` outside
+    [0.002, 80], the range of EDM, are sampled only by the uniform part of the density.
+
+    The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. See
+    `LossBasedDensity` for other errors.
+
+    Args:
+        num_bins: number of equal bins over u in [0, 1]. With fewer bins, all histories are full
+            sooner.
+        history: number of recent losses stored for each bin.
+        uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
+        gate_sigma: noise level `sigma / alpha` at which the gate is 1/2, >= 0. 0 disables the gate.
+            The authors' value is about 0.15 for CIFAR-10 with pixels in [-1, 1].
+
+    Raises:
+        ValueError: if an argument is invalid; at fit start, if the module has another loss, or
+            if the weight of the loss is 0 in a bin.
+
+    Source: Raya et al. 2026 (InfoNoise, arXiv 2602.18647), section 3. We know the formulas and the
+    gate, but not the authors' bins, smoothing, warm-up and time between updates: means over a
+    history, updated in every batch, and the uniform part are ours. The authors also have a rule
+    that computes `gate_sigma` from the profile. It depends on the lowest noise level of the bins,
+    so we use a number.
+
+    Example:
+        >>> InfoNoise(num_bins=32).writes
+        ('timestep_density',)
+    """
+
+    writes = ("timestep_density",)
+    logged = "info_noise"
+
+    def __init__(
+        self,
+        num_bins: int = 64,
+        history: int = 64,
+        uniform_prob: float = 0.1,
+        gate_sigma: float = 0.15,
+    ) -> None:
+        super().__init__(num_bins, history, uniform_prob)
+        if not 0 <= gate_sigma < float("inf"):
+            raise ValueError(
+                f"gate_sigma is a noise level, at least 0 and finite, got {gate_sigma}."
+            )
+        self.gate_sigma = gate_sigma
+        self._levels: NoiseLevels | None = None
+        self._step = 0  # optimizer steps before this batch
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise ValueError if the errors of x0 cannot be computed from the losses."""
+        super().on_fit_start(trainer, pl_module)
+        require_denoising_loss(pl_module, type(self).__name__)
+        self._levels = levels = noise_levels(pl_module, self.num_bins)
+        weight = x0_weight(pl_module, levels.alpha, levels.sigma, trainer.global_step)
+        if not (weight > 0).all():
+            raise ValueError(
+                f"InfoNoise divides by the weight of the loss, and {pl_module.loss} has the weight "
+                "0 at some noise levels; use a weighting that is positive everywhere."
+            )
+
+    def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
+        """Return the density of the losses so far."""
+        self._step = step
+        if self._levels is not None:
+            self._levels = NoiseLevels(*(values.to(device) for values in self._levels))
+        return super().timesteps_at(step, device)
+
+    def recorded_losses(self, pl_module: LightningModule, outputs: dict[str, Tensor]) -> Tensor:
+        """Return the squared errors of the velocity."""
+        return velocity_error(pl_module, outputs["u"], outputs["per_sample_loss"], self._step)
+
+    def density(self, history: LossHistory) -> Tensor:
+        """Return the density of a history of squared errors of the velocity."""
+        if self._levels is None:
+            raise ValueError("InfoNoise has a density only after the start of a fit.")
+        _, alpha, sigma = self._levels
+        gate = 1 / (1 + (self.gate_sigma * alpha / sigma) ** GATE_POWER)
+        weight = x0_weight(self._module, alpha, sigma, self._step)
+        share = (information_weight(self._levels) * gate / weight).sum(1)  # (num_bins,)
+        return self.mix_with_uniform(history, history.losses.mean(1) * share)
+
+
+def require_denoising_loss(module: Any, callback: str) -> None:
+    """Raise ValueError unless the squared error of x0 can be computed from the module's losses."""
+    missing = [
+        name
+        for name in ("process", "times", "parameterization", "loss")
+        if not hasattr(module, name)
+    ]
+    if missing:
+        raise ValueError(
+            f"{callback} needs a DiffusionModule, and {type(module).__name__} lacks "
+            f"{' and '.join(missing)}."
+        )
+    if not isinstance(module.loss, DenoisingLoss):
+        raise ValueError(
+            f"{callback} computes errors of x0 from losses, and {type(module.loss).__name__} adds "
+            "other terms; use DenoisingLoss."
+        )
