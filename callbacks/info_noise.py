@@ -119,22 +119,22 @@ def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> 
 
 
 class InfoNoise(LossBasedDensity):
-    """Samples noise levels so that their share of the loss follows the entropy rate.
+    """Samples noise levels so that their share of the objective follows the entropy rate.
 
-    The estimated profile is the entropy rate times a gate, where the losses estimate the best
-    possible error of x0:
+    The profile is the entropy rate times a gate. Losses estimate the best possible error of x0:
 
         profile = 1/2 * abs(d SNR / du) * error_of_x0 * gate
         gate    = r**3 / (r**3 + gate_sigma**3)        with r = sigma / alpha
         density = profile / (weight of the loss on the squared error of x0)
 
-    The gate suppresses low noise levels. There, the SNR multiplies the error of x0 by a large
-    number, and an unfinished network is far from the best possible error. The division by the
-    weight makes `density * weight`, the share of each noise level in the training objective, follow
-    the profile. The losses have no importance weights. Noise levels are sampled uniformly until
-    each bin has `history` losses. The callback logs `info_noise/full`, the fraction of bins with
-    `history` losses, and `info_noise/tv`, the total variation between the density and the uniform
-    density.
+    The gate suppresses low noise levels. There, the derivative of the SNR is large, and the errors
+    of an unfinished network are far above the best possible ones. The share of a noise level in the
+    training objective is `density * weight`. After the division by the weight, this share follows
+    the profile. The losses have no importance weights, so the training objective changes.
+
+    Noise levels are sampled uniformly until each bin has `history` losses. The callback logs
+    `info_noise/full`, the fraction of bins with `history` losses, and `info_noise/tv`, the total
+    variation between the density and the uniform density.
 
     The density prefers high noise levels if the weight on x0 falls to 0 with the SNR. This is the
     case for `Epsilon` with `Simple`, and for `MinSNR`. It is not the case for `Velocity` or
@@ -150,17 +150,18 @@ class InfoNoise(LossBasedDensity):
         history: number of recent losses stored for each bin.
         uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
         gate_sigma: noise level `sigma / alpha` at which the gate is 1/2, >= 0. 0 disables the gate.
-            The authors' value is about 0.15 for CIFAR-10 with pixels in [-1, 1].
+            About 0.15 is reported for CIFAR-10. It is in units of x0, so latents or pixels of
+            another scale need another value.
 
     Raises:
         ValueError: if an argument is invalid; at fit start, if the module has another loss, or
             if the weight of the loss is 0 in a bin.
 
-    Source: Raya et al. 2026 (InfoNoise, arXiv 2602.18647), section 3. We know the formulas and the
-    gate, but not the authors' bins, smoothing, warm-up and time between updates: means over a
-    history, updated in every batch, and the uniform part are ours. The authors also have a rule
-    that computes `gate_sigma` from the profile. It depends on the lowest noise level of the bins,
-    so we use a number.
+    Source: Raya et al. 2026 (InfoNoise, arXiv 2602.18647), section 3.1. The profile, the gate and
+    the division by the weight are the authors'. We do not know their bins, smoothing, warm-up and
+    time between updates: means over a history, updated in every batch, and the uniform part are
+    ours. The authors also have a rule that computes `gate_sigma` from the profile. Its result
+    depends on the lowest noise level of the bins, so we use a number.
 
     Example:
         >>> InfoNoise(num_bins=32).writes
@@ -183,6 +184,7 @@ class InfoNoise(LossBasedDensity):
                 f"gate_sigma is a noise level, at least 0 and finite, got {gate_sigma}."
             )
         self.gate_sigma = gate_sigma
+        self._diffusion: Any = None  # the module that is trained
         self._levels: NoiseLevels | None = None
         self._step = 0  # optimizer steps before this batch
 
@@ -190,6 +192,7 @@ class InfoNoise(LossBasedDensity):
         """Raise ValueError if the errors of x0 cannot be computed from the losses."""
         super().on_fit_start(trainer, pl_module)
         require_denoising_loss(pl_module, type(self).__name__)
+        self._diffusion = pl_module
         self._levels = levels = noise_levels(pl_module, self.num_bins)
         weight = x0_weight(pl_module, levels.alpha, levels.sigma, trainer.global_step)
         if not (weight > 0).all():
@@ -215,7 +218,7 @@ class InfoNoise(LossBasedDensity):
             raise ValueError("InfoNoise has a density only after the start of a fit.")
         _, alpha, sigma = self._levels
         gate = 1 / (1 + (self.gate_sigma * alpha / sigma) ** GATE_POWER)
-        weight = x0_weight(self._module, alpha, sigma, self._step)
+        weight = x0_weight(self._diffusion, alpha, sigma, self._step)
         share = (information_weight(self._levels) * gate / weight).sum(1)  # (num_bins,)
         return self.mix_with_uniform(history, history.losses.mean(1) * share)
 
