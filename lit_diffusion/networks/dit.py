@@ -38,6 +38,7 @@ from lit_diffusion.networks.layers import (
     xavier_uniform_,
     zero_,
 )
+from lit_diffusion.networks.routing import Route, TokenRouting
 from lit_diffusion.protocols import Condition
 
 
@@ -105,6 +106,8 @@ class DiT(nn.Module):
         gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
             and compute its activations again in the backward pass. Training then needs less memory
             and takes about a third more time, with the same gradients.
+        token_routing: random tokens that skip some blocks in training, as in
+            `networks.routing.TokenRouting`. None sends all tokens through all blocks.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -132,6 +135,7 @@ class DiT(nn.Module):
         num_classes: int | None = None,
         condition: ConditionKind | None = None,
         gradient_checkpointing: bool = False,
+        token_routing: TokenRouting | None = None,
     ) -> None:
         super().__init__()
         others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
@@ -143,6 +147,9 @@ class DiT(nn.Module):
         self.image_size, self.patch_size = image_size, patch_size
         self.side = image_size // patch_size
         self.gradient_checkpointing = gradient_checkpointing
+        self.token_routing = token_routing
+        if token_routing is not None:
+            token_routing.check_depth(depth)
 
         self.x_embedder = PatchEmbed(in_channels, width, patch_size)
         self.t_embedder = nn.ModuleDict({"mlp": TimestepMLP(256, width)})
@@ -195,7 +202,9 @@ class DiT(nn.Module):
         # round it to this dtype anyway.
         x = x + self.pos_embed.to(x.dtype)  # (B, N, D)
         x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
-        for block in self.blocks:
-            x = maybe_checkpoint(block, x, c, mask, enabled=self.gradient_checkpointing)
+        route = Route(self.token_routing if self.training else None, self.side**2)
+        for i, block in enumerate(self.blocks):
+            x = route.before_block(i, x)  # (B, K + 1 + L, D) without routed tokens
+            x = maybe_checkpoint(block, x, c, route.mask(mask), enabled=self.gradient_checkpointing)
         x = self.final_layer(x[:, : self.side**2], c)  # (B, N, p p out_channels)
         return unpatchify(x, self.side, self.patch_size)  # (B, out_channels, H, W)

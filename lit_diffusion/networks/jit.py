@@ -48,6 +48,7 @@ from lit_diffusion.networks.layers import (
     xavier_uniform_,
     zero_,
 )
+from lit_diffusion.networks.routing import Route, TokenRouting
 from lit_diffusion.protocols import Condition
 
 
@@ -111,9 +112,9 @@ class RoPEAttention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm32(head_dim, eps=1e-6), RMSNorm32(head_dim, eps=1e-6)
 
     def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, N, D), (2, N, d / 2), (B, N) -> (B, N, D), with heads of d features."""
+        """(B, N, D), (2, [B,] N, d / 2), (B, N) -> (B, N, D), with heads of d features."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).unbind(2)  # (B, N, heads, d)
-        cos_sin = cos_sin[:, :, None]
+        cos_sin = cos_sin[..., None, :]  # (2, [B,] N, 1, d / 2)
         q, k = apply_rope(self.q_norm(q), cos_sin), apply_rope(self.k_norm(k), cos_sin)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, N, d) each
         attn_mask = None if mask is None else mask[:, None, None]  # (B, 1, 1, N)
@@ -157,7 +158,7 @@ class JiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
-        """(B, N, D), (B, D), (2, N, d / 2), (B, N) -> (B, N, D)."""
+        """(B, N, D), (B, D), (2, [B,] N, d / 2), (B, N) -> (B, N, D)."""
         parts = self.adaLN_modulation(c)[:, None].chunk(6, dim=2)  # (B, 1, D) each
         shift1, scale1, gate1, shift2, scale2, gate2 = parts
         x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1), cos_sin, mask)
@@ -206,6 +207,8 @@ class JiT(nn.Module):
         gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
             and compute its activations again in the backward pass. Training then needs less memory
             and takes about a third more time, with the same gradients.
+        token_routing: random tokens that skip some blocks in training, as in
+            `networks.routing.TokenRouting`. None sends all tokens through all blocks.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -235,6 +238,7 @@ class JiT(nn.Module):
         num_classes: int | None = None,
         condition: ConditionKind | None = None,
         gradient_checkpointing: bool = False,
+        token_routing: TokenRouting | None = None,
     ) -> None:
         super().__init__()
         others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
@@ -264,6 +268,9 @@ class JiT(nn.Module):
         self.side, self.head_dim = image_size // patch_size, width // num_heads
         self.in_context_tokens, self.in_context_start = in_context_tokens, in_context_start
         self.gradient_checkpointing = gradient_checkpointing
+        self.token_routing = token_routing
+        if token_routing is not None:
+            token_routing.check_depth(depth)
 
         self.patch_embed = nn.Sequential(
             nn.Linear(patch_size**2 * in_channels, bottleneck, bias=False),
@@ -320,13 +327,16 @@ class JiT(nn.Module):
         num_extra = x.shape[1] - self.side**2 + self.in_context_tokens
         cos_sin = rope_cos_sin(self.side, self.head_dim, num_extra, x.device)
         cos_sin = cos_sin.to(torch.promote_types(x.dtype, torch.float32))
+        route = Route(self.token_routing if self.training else None, self.side**2)
         for i, block in enumerate(self.blocks):
+            x = route.before_block(i, x)  # (B, K + 1 + L, D) without routed tokens
             if self.in_context_tokens and i == self.in_context_start:
                 assert embedded.vector is not None
                 in_context = self.in_context + embedded.vector[:, None]
                 x = torch.cat([x, in_context.to(x.dtype)], dim=1)
+            positions = route.rope(cos_sin)[..., : x.shape[1], :]
             x = maybe_checkpoint(
-                block, x, c, cos_sin[:, : x.shape[1]], mask, enabled=self.gradient_checkpointing
+                block, x, c, positions, route.mask(mask), enabled=self.gradient_checkpointing
             )
         x = self.final_layer(x[:, : self.side**2], c)  # (B, N, p p out_channels)
         return unpatchify(x, self.side, self.patch_size)  # (B, out_channels, H, W)
