@@ -261,3 +261,71 @@ class FDM:
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Return c_out of the base."""
         return self.base.output_scale(alpha, sigma)
+
+
+@dataclass(frozen=True)
+class ContrastCorrection:
+    """Undoes the bias of `auxiliary_losses.ContrastiveFlow` when x0 is estimated.
+
+    The network outputs what `base` defines, plus the bias. With the mean of x0, the output that
+    `base` gets is
+
+        (1 - weight) * output + weight * base.target(mean, noise=0, alpha, sigma).
+
+    The training target is the target of the base. Thus, you can train with or without this class,
+    and sample either way.
+
+    At the optimum, the corrected model equals a model that was trained without the contrastive
+    term. The formula holds if the target is linear in x0 and noise, as the targets of all classes
+    in this file are.
+
+    Args:
+        base: the parameterization with which the network was trained.
+        weight: weight of the `ContrastiveFlow`.
+        mean: mean of x0 over the training images: a number, or nested lists that broadcast against
+            (C, H, W). It does not matter if `base` is `Epsilon`.
+
+    Raises:
+        ValueError: unless 0 < weight < 1.
+
+    Source: Stoica et al. 2025 (Contrastive Flow Matching, arXiv 2506.05350), whose authors apply
+        this correction for sampling with guidance.
+
+    Example:
+        >>> alpha, sigma = torch.tensor([0.75]), torch.tensor([0.25])
+        >>> target, mean_target = torch.tensor([2.0]), torch.tensor([-0.5])  # the mean of x0 is 0.5
+        >>> output = (target - 0.05 * mean_target) / 0.95
+        >>> correction = ContrastCorrection(FlowVelocity(), weight=0.05, mean=0.5)
+        >>> x_t = torch.tensor([1.5])
+        >>> correction.to_x0(output, x_t, alpha, sigma)
+        tensor([1.])
+        >>> FlowVelocity().to_x0(target, x_t, alpha, sigma)
+        tensor([1.])
+    """
+
+    base: Parameterization
+    weight: float
+    mean: float | list[list[list[float]]] = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < 1:
+            raise ValueError(f"0 < weight < 1 must hold, got {self.weight}.")
+
+    def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """Return the network input of the base."""
+        return self.base.network_input(x_t, alpha, sigma)
+
+    def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """Return the target of the base."""
+        return self.base.target(x0, noise, alpha, sigma)
+
+    def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """Return the estimate of the base from the corrected output."""
+        mean = torch.zeros_like(x_t) + x_t.new_tensor(self.mean)
+        mean_target = self.base.target(mean, torch.zeros_like(x_t), alpha, sigma)
+        output = (1 - self.weight) * output + self.weight * mean_target
+        return self.base.to_x0(output, x_t, alpha, sigma)
+
+    def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """Return `(1 - weight) * c_out` of the base."""
+        return (1 - self.weight) * self.base.output_scale(alpha, sigma)

@@ -413,7 +413,8 @@ def short(experiment, *arms, width):
         keys = ("model.init_args", "model.init_args.network.init_args")
         options += [f"--{key}.num_classes=2" for key in keys]
         options += ["--data.init_args.cache_dir=cache", "--data.init_args.num_workers=0"]
-    return [*options, "--data.init_args.batch_size=1", "--trainer.fast_dev_run=1"]
+    images = 2 if any("contrastive" in str(arm) for arm in arms) else 1  # it needs another image
+    return [*options, f"--data.init_args.batch_size={images}", "--trainer.fast_dev_run=1"]
 
 
 @pytest.mark.quick("digits-ablation")

@@ -42,6 +42,11 @@ FITTING = [
         "parameterizations.FDM",
         DAMPED,
     ),
+    (
+        "Parameterization",
+        "parameterizations.ContrastCorrection",
+        {"base": VELOCITY, "weight": 0.05},
+    ),
     ("Weighting", "losses.FDMWarmup", {"base": SIMPLE["weighting"], "warmup_steps": 3}),
     ("Weighting", "losses.MinSNR", {"gamma": 3.0, "zero_snr_weight": 1.0}),
     ("Weighting", "losses.P2", {"gamma": 0.5}),

@@ -1,0 +1,87 @@
+"""Contrastive flow matching: pushes the network's output away from the targets of other images."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_diffusion.auxiliary_losses.features import BlockFeatures
+from lit_diffusion.gaussian import expand_as
+from lit_diffusion.protocols import NoisedBatch
+
+
+class ContrastiveFlow:
+    """Contrastive term `-weight * mean(W(t) * mean((output - other_target)**2))`.
+
+    The term has the opposite sign of the training loss. `other_target` is the target that another
+    image of the batch, with its own noise, would have at the same t. The other image is drawn
+    uniformly from the other images of the batch on one device. It may have the same label. W is the
+    weighting of the training loss. Use the term with `DenoisingLoss` or `HybridLoss`, because
+    `UncertaintyLoss` changes the weight of the training loss during training.
+
+    The term biases the model. At the optimum, with the mean target E[target] over all images at
+    time t, the network outputs
+
+        (E[target | x_t, condition] - weight * E[target]) / (1 - weight).
+
+    Samples then have less variance than the data. For example, for Gaussian data of standard
+    deviation s < 1, `LinearFlow` and `FlowVelocity`, the samples have the correct mean and the
+    standard deviation `s**(1 / (1 - weight))`. With `Epsilon`, the bias is larger, because
+    `Epsilon.to_x0` divides by alpha, which is close to 0 at high noise levels. To undo the bias in
+    sampling, use `parameterizations.ContrastCorrection`.
+
+    Args:
+        weight: the factor, which the paper calls lambda, in (0, 1). The authors use 0.05.
+
+    Raises:
+        ValueError: unless 0 < weight < 1.
+
+    Source: Stoica et al. 2025 (Contrastive Flow Matching, arXiv 2506.05350). In the authors' code,
+        the other image can have the same label.
+
+    Example:
+        >>> loss = ContrastiveFlow(weight=0.05)  # for DiffusionModule(auxiliary_loss=loss)
+        >>> loss.weight
+        0.05
+    """
+
+    def __init__(self, weight: float = 0.05) -> None:
+        if not 0 < weight < 1:
+            raise ValueError(f"0 < weight < 1 must hold, got {weight}.")
+        self.weight = weight
+        self.output = BlockFeatures("")
+
+    def attach(self, network: nn.Module, /) -> None:
+        """Register a forward hook that records the output of the network."""
+        self.output.attach(network)
+
+    def compute(self, module: Any, batch: NoisedBatch, /) -> Tensor:
+        """Compute the term () from the network's output in the last forward pass.
+
+        Args:
+            module: the `DiffusionModule` that is trained.
+            batch: the images, noise and times of the forward pass.
+
+        Raises:
+            ValueError: if the batch has only one image, or if `module.timestep_weight` is not None.
+        """
+        x0, noise = batch.x0, batch.noise
+        if len(x0) < 2:
+            raise ValueError("ContrastiveFlow needs at least 2 images per device, got 1.")
+        if module.timestep_weight is not None:
+            raise ValueError(
+                "ContrastiveFlow does not support timestep_weight, which would weight the training "
+                "loss but not the contrastive term: remove the callback that sets it."
+            )
+        output = self.output.take()[:, : x0.shape[1]].to(x0.dtype)  # without learned variance
+        shift = torch.randint(1, len(x0), (len(x0),), device=x0.device)
+        other = (torch.arange(len(x0), device=x0.device) + shift) % len(x0)
+        alpha, sigma = module.process.alpha_sigma(batch.t)  # (B,) float64
+        a, s = expand_as(alpha, x0), expand_as(sigma, x0)
+        target: Tensor = module.parameterization.target(x0[other], noise[other], a, s)
+        error = (target - output).square().flatten(1).mean(1)  # (B,)
+        output_scale = module.parameterization.output_scale(alpha, sigma)
+        weight: Tensor = module.loss.weighting.weight(
+            alpha, sigma, output_scale, module.global_step
+        )
+        return -self.weight * (weight.to(error.dtype) * error).mean()
