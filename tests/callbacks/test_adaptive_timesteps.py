@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from support.memory_logger import MemoryLogger
 from support.plain_module import assert_same_bits, loader, make_trainer
 from support.spawn import rank_and_size, spawn
 from support.tiny_diffusion import images, tiny_diffusion
+from torch import nn
 
 from lit_diffusion.callbacks import AdaptiveTimesteps
 from lit_diffusion.callbacks.adaptive_timesteps import beta_log_density, select_bins
@@ -174,6 +177,25 @@ def test_rewards_are_reductions_of_the_variational_bound_by_the_update(tmp_path,
     ):
         expected = (before - after)[selected].sum(0)
         torch.testing.assert_close(rewards, expected.double(), rtol=1e-2, atol=1e-5)
+        assert rewards.abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_compiled_network_gives_the_same_rewards(tmp_path, monkeypatch, precision):
+    by_eager = partial(nn.Module.compile, backend="aot_eager")  # in seconds
+    monkeypatch.setattr(nn.Module, "compile", lambda self, mode, **how: by_eager(self, **how))
+    learned = []
+    for mode in (None, "default"):
+        module, callback = tiny_diffusion(compile=mode), Recorder(6, every_n_steps=1)
+        module.network.dropout.p = 0.0
+        options = {"max_epochs": 1, "precision": precision}
+        make_trainer(tmp_path, callback, **options).fit(module, images(16, 8))
+        learned.append(callback.learned)
+    for (bins, rewards, _), (same_bins, same_rewards, _) in zip(*learned, strict=True):
+        assert torch.equal(bins, same_bins)
+        tolerance = 1e-5 if precision == "32-true" else 0.1 * rewards.abs().max().item()
+        torch.testing.assert_close(rewards, same_rewards, rtol=1e-3, atol=tolerance)
         assert rewards.abs().max() > 1e-3
 
 

@@ -156,6 +156,7 @@ def fit(folder, monkeypatch, callbacks, *, every=10, fused=None, **trainer):
     ("callbacks", "trainer"),
     [
         (CURRICULUM, {}),
+        ([spec("InfoNoise", num_bins=8, history=2)], {}),
         (  # with fused=True in its arguments, Lightning refuses to clip under mixed precision
             RESAMPLER,
             {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": None},
