@@ -91,8 +91,8 @@ class AdaptiveTimesteps(TimestepWriter):
     last `queue_size` measurements. For these, the first image of the batch is measured at all bins,
     before and after the update. A measurement costs `2 * num_selected` forward passes of a batch,
     and `2 * num_bins` of an image, without gradients, in eval mode and with the same noise before
-    and after the update. Training is otherwise unaffected: the states of the random generators are
-    restored.
+    and after the update. If gradients are accumulated, the last batch of the update is measured.
+    Training is otherwise unaffected: the states of the random generators are restored.
 
     The losses have no importance weights, so the training objective changes. All ranks share their
     rewards and use the same density. Checkpoints contain the state, so a resumed run continues
