@@ -316,12 +316,17 @@ class NoisedBatch(NamedTuple):
         condition: condition of the images, after label dropout.
         t: (B,) float64 times of the process.
         noise: (B, C, H, W) noise, with `x_t = alpha(t) * x0 + sigma(t) * noise`.
+        u: (B,) float64 numbers in [0, 1), from which the distribution of the times computes t.
+        images: the images as the data module returns them: uint8 (B, 3, H', W') pixels, or
+            floating-point moments of latents.
     """
 
     x0: Tensor
     condition: Condition
     t: Tensor
     noise: Tensor
+    u: Tensor
+    images: Tensor
 
 
 class AuxiliaryLoss(Protocol):
@@ -343,7 +348,33 @@ class AuxiliaryLoss(Protocol):
 
         Args:
             module: the `DiffusionModule` that is trained.
-            batch: the inputs of `module.per_sample_loss`.
+            batch: the images of the step, and the noise that was added to them.
+        """
+
+
+class Teacher(Protocol):
+    """Source of the features with which `RepresentationAlignment` aligns a block of the network.
+
+    If the teacher is an nn.Module, its state is saved with the network.
+    """
+
+    @property
+    def width(self) -> int | None:
+        """Number of features at each position. None means as many as the aligned block has."""
+
+    def attach(self, network: nn.Module, /) -> None:
+        """Prepare the teacher for this network. `RepresentationAlignment` calls this method once.
+
+        Raises:
+            ValueError: if the teacher does not fit the network.
+        """
+
+    def features(self, module: Any, batch: NoisedBatch, /) -> Tensor:
+        """Compute the features (B, h, w, D) of a batch, without gradient.
+
+        Args:
+            module: the `DiffusionModule` that is trained.
+            batch: the images of the step, and the noise that was added to them.
         """
 
 

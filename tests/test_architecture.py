@@ -53,6 +53,11 @@ MAY_IMPORT = {
     "files": (set(), {"PIL"}),
     "couplings": (MATHS, {"scipy"}),
     "auxiliary_losses": (MATHS | {"auxiliary_losses"}, set()),
+    "auxiliary_losses.pretrained_encoder": ({"files", "protocols"}, {"transformers"}),
+    "auxiliary_losses.self_teacher": (
+        MATHS | {"auxiliary_losses", "callbacks.ema", TRAINER},
+        set(),
+    ),
     "networks": ({"networks", "protocols"}, set()),
     "networks.fused_norm_triton": ({"networks"}, {"triton"}),
     "modules.vae": ({"files"}, {"diffusers"}),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support import small_vae
+from support import small_encoder, small_vae
 from support.cifar10_files import published_as, write
 from support.commands import call
 from support.mnist_files import write as write_mnist
@@ -30,6 +30,7 @@ FOLDERS = {
     "imagenet128": ["imagenet128-guided", "imagenet128-guided-small"],
     "patches-small": ["patches-small"],
     "mnist": ["mnist"],
+    "imagenet256-latents": ["imagenet256-latents"],
 }
 """Folder of arms -> experiments that they are for; arms outside of folders are for all."""
 METHODS = ["digits", "cifar10", "imagenet128"]
@@ -38,10 +39,12 @@ METHODS_PAGE = (CONFIGS.parent / "docs" / "published-methods.md").read_text()
 METHOD_FILES = sorted(path.stem for path in CONFIGS.glob("methods/*.yaml"))
 ANY = sorted(CONFIGS.glob("arms/*.yaml"))
 NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay", "min-snr", "p2")]
+ON_TOP_OF = {"sra": "dit"}
+"""Arms of the digits that need another arm, as they need its network."""
 PAIRS = [
     (experiments[0], arm)
     for folder, experiments in FOLDERS.items()
-    if folder not in ("mnist", "cifar10-small")  # which have tests of their own
+    if folder not in ("mnist", "cifar10-small", "imagenet256-latents")  # with tests of their own
     for arm in [
         *(ANY if folder in ("digits", "cifar10") else NAMED),  # others take long, or add nothing
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
@@ -66,6 +69,7 @@ GANS += ["cifar10-dcgan", "cifar10-biggan"]
 GANS += ["imagenet128-dcgan", "imagenet128-biggan"]
 LATENTS = {"imagenet256-latents": 256, "imagenet512-latents": 512}
 """Config -> the side of its images."""
+LATENT_ARMS = [("imagenet256-latents", arm) for arm in ("repa", "sra")]
 SMALL = [
     "--trainer.fast_dev_run=2",
     "--trainer.accelerator=cpu",
@@ -234,8 +238,8 @@ def test_the_small_cifar10_starts_as_its_comments_say(folder, arm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LATENTS)
-def test_latents_start(offline, tmp_path, name):
+@pytest.mark.parametrize(("name", "arm"), [*((name, None) for name in LATENTS), *LATENT_ARMS])
+def test_latents_start(offline, tmp_path, name, arm):
     """A narrow network on latents of four images, with a VAE of their shape."""
     pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     side, data = LATENTS[name], tmp_path / "data"
@@ -248,6 +252,24 @@ def test_latents_start(offline, tmp_path, name):
     options += ["--model.init_args.num_classes=2", "--model.init_args.solver.init_args.steps=2"]
     options += ["--trainer.devices=1", "--trainer.strategy=auto", "--data.init_args.num_workers=0"]
     options += ["--trainer.callbacks.SampleGrid=null"]
+    if arm is not None:
+        small_encoder.save(data / "dinov2-base")
+        (tmp_path / "ILSVRC2012").symlink_to(data / "imagenet")
+        loss = "--model.init_args.auxiliary_loss.init_args"
+        teacher = f"{loss}.teacher.init_args"
+        options += [f"--config={CONFIGS}/arms/{name}/{arm}.yaml", f"{loss}.width=32"]
+        options += [f"{loss}.block=blocks.0", f"{loss}.hidden=[8]"]
+        if arm == "sra":
+            options += [f"{teacher}.block=blocks.1"]
+        else:
+            options += [f"{teacher}.width=16", f"{teacher}.image_size=28"]
+            data_options = {
+                "strict": "false",
+                "cache_dir": "cache",
+                "num_workers": 0,
+                "batch_size": 2,
+            }
+            options += [f"--data.init_args.{k}={v}" for k, v in data_options.items()]
     assert fit(f"{name}.yaml", *options) == 0
 
 
@@ -446,7 +468,8 @@ def test_every_arm_starts_on_its_experiments(offline, caplog, experiment, arm):
 
     An arm that names another class repeats the arguments of the experiment's that should stay.
     """
-    assert start(experiment, arm) == 0
+    before = [arm.with_stem(ON_TOP_OF[arm.stem])] if arm.stem in ON_TOP_OF else []
+    assert start(experiment, *before, arm) == 0
     assert not [message for message in caplog.messages if " replaces " in message]
 
 

@@ -1,8 +1,65 @@
 """Features of a network: the output of one of its blocks, recorded by a forward hook."""
 
+from math import isqrt
 from typing import Any
 
 from torch import Tensor, nn
+
+
+def find_block(network: nn.Module, name: str) -> nn.Module:
+    """Return the block of a network that has this name, such as "blocks.3" or "middle_block".
+
+    Raises:
+        ValueError: if the network has no block of this name.
+
+    Example:
+        >>> find_block(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), "1")
+        ReLU()
+    """
+    try:
+        return network.get_submodule(name)
+    except AttributeError as error:
+        names = [name for name, _ in network.named_children()]
+        raise ValueError(
+            f"{type(network).__name__} has no block {name!r}; it has {', '.join(names)} "
+            "and their blocks, such as blocks.3."
+        ) from error
+
+
+def feature_grid(output: Tensor, network: nn.Module) -> Tensor:
+    """Arrange the output of a block in a grid of positions.
+
+    Args:
+        output: (B, D, h, w) feature map, or (B, L, D) tokens. Tokens of conditions, which the
+            network puts before or after the tokens of the patches, are left out.
+        network: network of the block. Its attribute `side` is the number of patches along a side,
+            and `num_prefix` the number of tokens before them. Without `side`, all tokens are
+            patches.
+
+    Returns:
+        (B, h, w, D) features.
+
+    Raises:
+        ValueError: if there is not one token for each patch, as in blocks that skip some tokens.
+
+    Example:
+        >>> from lit_diffusion.networks.dit import DiT
+        >>> network = DiT(8, 1, 1, patch_size=2, width=32, depth=1, num_heads=2)
+        >>> feature_grid(torch.randn(5, 16, 32), network).shape
+        torch.Size([5, 4, 4, 32])
+    """
+    if output.ndim == 4:
+        return output.movedim(1, -1)
+    side, tokens = isqrt(output.shape[1]), output
+    if hasattr(network, "side"):
+        side, first = network.side, getattr(network, "num_prefix", 0)
+        tokens = output[:, first : first + side**2]
+    if tokens.shape[1] != side**2:
+        raise ValueError(
+            f"the block must output a token for each of the {side} x {side} patches, got "
+            f"{tokens.shape[1]} tokens; choose a block that processes all tokens."
+        )
+    return tokens.unflatten(1, (side, side))
 
 
 class BlockFeatures:
@@ -32,15 +89,7 @@ class BlockFeatures:
         Raises:
             ValueError: if the network has no block of this name.
         """
-        try:
-            block = network.get_submodule(self.block)
-        except AttributeError as error:
-            names = [name for name, _ in network.named_children()]
-            raise ValueError(
-                f"{type(network).__name__} has no block {self.block!r}; it has {', '.join(names)} "
-                "and their blocks, such as blocks.3."
-            ) from error
-        block.register_forward_hook(self._record)
+        find_block(network, self.block).register_forward_hook(self._record)
 
     def _record(self, block: nn.Module, inputs: Any, output: Tensor) -> None:
         if block.training:

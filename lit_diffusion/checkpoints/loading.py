@@ -143,8 +143,9 @@ def load_module(
     by_identity = {id(parameters[n]): value for n, value in averages.items() if n in parameters}
     shared = {n: by_identity[id(p)] for n, p in parameters.items() if id(p) in by_identity}
     state = strip_compile_prefix(checkpoint["state_dict"])
-    if exported:  # an export lacks the weights of the loss, which only training needs
-        state = {n: p.detach() for n, p in parameters.items() if n.startswith("loss.")} | state
+    if exported:  # an export lacks the weights of losses, which only training needs
+        of_losses = [n for n in parameters if n.startswith(("loss.", "auxiliary_loss."))]
+        state = {n: parameters[n].detach() for n in of_losses} | state
     load_state(module, {**state, **averages, **shared}, path)
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return LoadedModule(module.eval(), path, step, name, checkpoint)

@@ -317,7 +317,8 @@ class DiffusionModule(LightningModule):
             loss = (losses * weight[bin_of(u, len(weight))]).mean()
         self._log_training(loss, losses.detach(), u, batch_idx)
         if self.auxiliary_loss is not None:
-            term = self.auxiliary_loss.compute(self, NoisedBatch(x0, condition, t, noise))
+            noised = NoisedBatch(x0, condition, t, noise, u, images)
+            term = self.auxiliary_loss.compute(self, noised)
             if should_log(self.trainer):
                 self.log("train/auxiliary_loss", term.detach())
             loss = loss + term
@@ -359,13 +360,31 @@ class DiffusionModule(LightningModule):
         losses: Tensor = compiled.run_compiled_loss(self.loss, *inputs)
         return losses
 
+    def network_inputs(
+        self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition
+    ) -> tuple[Tensor, Tensor, Condition]:
+        """Return the arguments of the network for noised images.
+
+        Args:
+            x_t: (B, C, H, W) noised images.
+            t: (B,) float64 times.
+            alpha: signal scales at t, which broadcast against x_t.
+            sigma: noise scales at t, which broadcast against x_t.
+            condition: condition of the images.
+
+        Returns:
+            The network's input (B, C, H, W), the noise labels (B,), and the condition.
+        """
+        x = self.parameterization.network_input(x_t, alpha, sigma)
+        x = x.to(self.dtype).contiguous(memory_format=self.memory_format)
+        return x, self.process.noise_label(t).float(), condition
+
     def _run_network(
         self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor | None]:
         """Return output and variance output (None if not learned), in the dtype of x_t."""
-        x = self.parameterization.network_input(x_t, alpha, sigma)
-        x = x.to(self.dtype).contiguous(memory_format=self.memory_format)
-        inputs = (x, self.process.noise_label(t).float(), condition)
+        inputs = self.network_inputs(x_t, t, alpha, sigma, condition)
+        x = inputs[0]
         if self._compile_mode is None:
             output: Tensor = self.network(*inputs)
         else:

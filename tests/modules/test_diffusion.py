@@ -551,7 +551,7 @@ def test_an_auxiliary_loss_is_added_to_the_loss_alone():
     out = one_step(model)
     assert extra.network is model.network
     assert extra.module is model
-    losses = model.per_sample_loss(*extra.batch).detach()
+    losses = model.per_sample_loss(*extra.batch[:4]).detach()
     torch.testing.assert_close(out["per_sample_loss"], losses)
     torch.testing.assert_close(out["loss"].detach(), losses.mean() + 1.5)
     with_term, plain = module(model.network, auxiliary_loss=extra), module(model.network)
