@@ -50,16 +50,18 @@ def feature_grid(output: Tensor, network: nn.Module) -> Tensor:
     """
     if output.ndim == 4:
         return output.movedim(1, -1)
-    side, tokens = isqrt(output.shape[1]), output
-    if hasattr(network, "side"):
-        side, first = network.side, getattr(network, "num_prefix", 0)
+    side, tokens = getattr(network, "side", None), output
+    if side is None:
+        side = isqrt(output.shape[1])
+    else:
+        first = getattr(network, "num_prefix", 0)
         tokens = output[:, first : first + side**2]
     if tokens.shape[1] != side**2:
         raise ValueError(
             f"the block must output a token for each of the {side} x {side} patches, got "
             f"{tokens.shape[1]} tokens; choose a block that processes all tokens."
         )
-    return tokens.unflatten(1, (side, side))
+    return tokens.reshape(len(tokens), side, side, -1)
 
 
 class BlockFeatures:

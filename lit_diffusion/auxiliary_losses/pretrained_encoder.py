@@ -86,7 +86,8 @@ class PretrainedEncoder(nn.Module):
         pixels = (pixels - mean.to(pixels)) / std.to(pixels)
         tokens: Tensor = encoder.to(images.device)(pixel_values=pixels).last_hidden_state
         side = self.image_size // encoder.config.patch_size
-        return tokens[:, -(side**2) :].unflatten(1, (side, side))  # after class and register tokens
+        patches = tokens[:, -(side**2) :]  # after class and register tokens
+        return patches.reshape(len(patches), side, side, -1)
 
     @cached_property
     def _encoder(self) -> tuple[Any, Tensor, Tensor]:

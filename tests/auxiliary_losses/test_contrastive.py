@@ -38,7 +38,8 @@ def term_of(output, batch, **parts):
 
 def noised_batch(module, num=5):
     t = module.times.quantile(torch.linspace(0.1, 0.9, num), module.process)
-    return NoisedBatch(PIX((num, 1, 8, 8), 1).float(), None, t, Z((num, 1, 8, 8), 2).float())
+    x0, noise = PIX((num, 1, 8, 8), 1).float(), Z((num, 1, 8, 8), 2).float()
+    return NoisedBatch(x0, None, t, noise, None, None)
 
 
 @pytest.mark.parametrize("parameterization", EVERY, ids=repr)
@@ -166,7 +167,7 @@ class Total(nn.Module):
 
     def forward(self, x0, t, noise):
         losses = self.module.per_sample_loss(x0, None, t, noise)
-        batch = NoisedBatch(x0, None, t, noise)
+        batch = NoisedBatch(x0, None, t, noise, None, None)
         return losses.mean() + self.module.auxiliary_loss.compute(self.module, batch)
 
 
