@@ -109,15 +109,18 @@ class MomentumDecay(pl.Callback):
       `mdlrc/lr`. If there are several optimizers or param groups, the names are
       `mdlrc/lr_optimizer1_group0` and so on.
     - AdamW multiplies its weight decay by the lr, so `lr_factor` scales the weight decay as well.
+    - The momentum of torch's Muon is treated as beta1. The paper does not consider Muon. Muon
+      gives the newest gradient the weight `1 - beta1**2` (Nesterov) and then orthogonalizes the
+      update, so that its size does not depend on beta1. Therefore, its newest gradient does not
+      have the same weight in all updates.
 
     Args:
         total_steps: length of the schedule in steps of each optimizer. Without the lower bound
             `min_beta1`, beta1 would be 0 at the end. None uses the length of the fit.
         min_beta1: lower bound of beta1, in [0, beta0].
         compensate_lr: whether to multiply the lr by lr_factor. With False, the method is Demon.
-            With True, SGD, RMSprop and Muon raise an error. SGD and RMSprop do not multiply
-            gradients by `1 - momentum`, so their updates shrink with the momentum even without
-            compensation. The updates of Muon are normalized.
+            With True, SGD and RMSprop raise an error. They do not multiply gradients by
+            `1 - momentum`, so their updates shrink with the momentum even without compensation.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
@@ -247,7 +250,9 @@ class MomentumDecay(pl.Callback):
                 problem = "its lr schedule cycles that; pass cycle_momentum=False to the schedule"
             elif _beta1(group) is None or "ScheduleFree" in type(optimizer).__name__:
                 problem = "it has none; use Adam or AdamW, or leave MomentumDecay out"
-            elif self.compensate_lr and not {"betas", "eps"} <= group.keys():  # Lion has no eps
+            elif self.compensate_lr and not (
+                {"betas", "eps"} <= group.keys() or "ns_steps" in group  # Lion has no eps; Muon
+            ):
                 problem = "the compensated lr suits only updates in which the newest gradient has "
                 problem += "the weight 1 - beta1; pass compensate_lr=False or use Adam"
             if problem is not None:

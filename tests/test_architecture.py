@@ -24,6 +24,7 @@ MATHS = {
         "likelihood",
         "losses",
         "lr_schedules",
+        "optimizers",
         "parameterizations",
         "processes",
         "protocols",

@@ -127,7 +127,7 @@ class NoisyClassifier(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and the learning-rate schedule."""
         configured: OptimizerLRScheduler = optimizer_and_schedule(
-            [p for p in self.parameters() if p.requires_grad],
+            self,
             self._make_optimizer,
             self._make_lr_scheduler,
             lambda: total_steps(self.trainer),

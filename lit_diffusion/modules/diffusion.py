@@ -82,7 +82,8 @@ class DiffusionModule(LightningModule):
         solver: sampler that `generate` uses.
         optimizer: function that creates the optimizer from the parameters that require a gradient.
             If it returns torch's Adam, AdamW or SGD for parameters on a GPU, the module sets
-            fused=True, unless the function has set `fused` or `foreach`.
+            fused=True, unless the function has set `fused` or `foreach`. If it returns
+            `optimizers.MuonAdamW`, the module calls its method `attach`.
         image_shape: (C, H, W) of x0. In a config of `lit-diffusion fit`, the value "data" takes the
             shape from the data module.
         num_classes: number of classes, short for `conditioning=ClassLabels(num_classes)`. In a
@@ -413,7 +414,7 @@ class DiffusionModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and the learning-rate schedule."""
         configured: OptimizerLRScheduler = optimizer_and_schedule(
-            [p for p in self.parameters() if p.requires_grad],
+            self,
             self._make_optimizer,
             self._make_lr_scheduler,
             lambda: total_steps(self.trainer),

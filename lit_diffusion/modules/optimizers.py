@@ -5,18 +5,19 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.lr_schedules import WarmupLinear
+from lit_diffusion.optimizers import MuonAdamW
 
 _IMPLEMENTATION = ("fused", "foreach")  # options that select the kernels of an update
 
 
 def optimizer_and_schedule(
-    parameters: Iterable[Parameter],
+    module: nn.Module,
     make_optimizer: Callable[[Iterable[Parameter]], Optimizer],
     make_schedule: Callable[[Optimizer], Any] | None,
     total_steps: Callable[[], int | None],
@@ -26,9 +27,9 @@ def optimizer_and_schedule(
     Lightning steps the schedule once per optimizer step.
 
     Args:
-        parameters: parameters to train.
+        module: module whose parameters are trained, if they require a gradient.
         make_optimizer: function that creates the optimizer from the parameters. The optimizer is
-            then changed by `with_fused_kernels`.
+            then changed by `with_fused_kernels`. `MuonAdamW` is attached to the module.
         make_schedule: function that creates the schedule from the optimizer; None keeps the
             learning rate constant.
         total_steps: function that returns the number of optimizer steps of the whole run, or None
@@ -40,12 +41,15 @@ def optimizer_and_schedule(
 
     Example:
         >>> from lit_diffusion.lr_schedules import WarmupCosine
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> result = optimizer_and_schedule([weight], torch.optim.Adam, WarmupCosine, lambda: 1000)
+        >>> module = torch.nn.Linear(2, 1)
+        >>> result = optimizer_and_schedule(module, torch.optim.Adam, WarmupCosine, lambda: 1000)
         >>> result["lr_scheduler"]["scheduler"].total_steps
         1000
     """
+    parameters = [param for param in module.parameters() if param.requires_grad]
     optimizer = with_fused_kernels(make_optimizer(parameters))
+    if isinstance(optimizer, MuonAdamW):
+        optimizer.attach(module)
     if make_schedule is None:
         return optimizer
     schedule = make_schedule(optimizer)
