@@ -69,7 +69,7 @@ class BatchAssignment:
                 "conditional model."
             )
         order = torch.arange(len(x0), device=x0.device)
-        for label in condition.unique():
+        for label in condition.unique():  # type: ignore[no-untyped-call]
             members = (condition == label).nonzero()[:, 0]
             order[members] = members[self._assign(x0[members], noise[members])]
         return noise[order]

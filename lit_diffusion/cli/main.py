@@ -32,6 +32,10 @@ COMMANDS = {
     "doctor": ("cli.doctor.command", "check a config for problems before a long run"),
     "sweep": ("lab.compare.sweep", "train every arm of an experiment with every seed, and compare"),
     "compare": ("lab.compare.command", "compare runs by their steps to a target FID, over seeds"),
+    "speedrun": (
+        "lab.compare.speedrun_command",
+        "measure in how many steps a recipe reaches fixed targets on the digits",
+    ),
     "analyze": (
         "lab.analysis.command",
         "consistency, interpolation, loss landscape and Hessian of checkpoints",
@@ -101,7 +105,7 @@ def _run(args: Sequence[str]) -> int:
         raise ValueError(suggest(command, COMMANDS, "there is no command"))
     try:
         # A job may be preempted during imports, which take seconds.
-        with record_signals() if command in ("fit", "sweep") else nullcontext():
+        with record_signals() if command in ("fit", "sweep", "speedrun") else nullcontext():
             import_command(command).run(args)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -217,7 +217,7 @@ def plan_sweep(
         raise ValueError(f"--seeds must be different numbers from 0 to {2**32 - 1}, got {seeds}.")
     configs = arm_configs(experiment, arms)
     check_exists("arm file", *(f for files in configs.values() for f in files[len(experiment) :]))
-    settings = {arm: _fit_settings(arm, files, options) for arm, files in configs.items()}
+    settings = {arm: fit_settings(arm, files, options) for arm, files in configs.items()}
     names = []
     for arm in configs:
         # A duplicate arm shows nothing, and its test would reduce the power of the other tests.
@@ -270,8 +270,17 @@ def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, lis
     return configs
 
 
-def _fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """The full config of a fit. Raises ValueError if it is invalid for a fit or a sweep."""
+def fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """Return all settings of the fit of an arm, with defaults.
+
+    Args:
+        arm: name of the arm, for error messages.
+        files: config files of the fit.
+        options: further options of the fit.
+
+    Raises:
+        ValueError: if the settings are invalid for a fit or for a sweep.
+    """
     from lit_diffusion.cli.fit import run as run_fit
 
     stdout, configs = io.StringIO(), [f"--config={file}" for file in files]

@@ -1,0 +1,242 @@
+"""Rules and results of a speedrun: the steps that a recipe needs to reach targets on the digits.
+
+Data, seeds, targets and the largest network are fixed, so that the results of different people can
+be compared. docs/speedrun.md explains the rules.
+"""
+
+import csv
+import math
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from lit_diffusion.files import check_regular
+from lit_diffusion.lab.compare.curves import Bound, Crossing, Curve, mean_crossing
+from lit_diffusion.lab.compare.statistics import speedup
+from lit_diffusion.lab.compare.sweep import LOG, PlannedRun
+from lit_diffusion.lab.compare.tables import Table, format_speedup, to_csv
+
+TARGETS = {"fid": 0.31, "held-out": 0.45, "pixels": 0.31, "random-cnn": 0.05}
+"""Distances that a run must reach in one evaluation."""
+
+SEEDS = tuple(range(30, 40))
+MAX_PARAMETERS = 760_000
+MAX_EVALUATIONS = 20
+"""Maximum number of evaluations of the network for one sample."""
+
+FREE_SETTINGS = (
+    *("model", "tuned_on", "trainer.max_steps", "trainer.val_check_interval"),
+    *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"),
+)
+"""Settings that an entry may change. It may also add callbacks, and change those other than
+FIDEvaluation."""
+
+RECORDS = Path(__file__).with_name("speedrun.csv")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Results of a recipe: the step at which each seed reached the targets.
+
+    Attributes:
+        name: name of the recipe.
+        crossings: one per seed, in the order of `SEEDS`.
+        seconds: seconds of training per run, without evaluations, mean over seeds; None if unknown.
+    """
+
+    name: str
+    crossings: tuple[Crossing, ...]
+    seconds: float | None
+
+    @property
+    def steps(self) -> Crossing:
+        """Geometric mean over seeds of the steps to the targets."""
+        return mean_crossing(self.crossings)
+
+    @property
+    def reached(self) -> int:
+        """Number of seeds that reached the targets."""
+        return sum(crossing.bound is not Bound.MORE_THAN for crossing in self.crossings)
+
+
+# Rules
+
+
+def check_rules(entry: Mapping[str, Any], track: Mapping[str, Any]) -> None:
+    """Raise ValueError if the settings of an entry differ from the track in a fixed setting.
+
+    Args:
+        entry: all settings of a fit of the entry.
+        track: all settings of a fit of `configs/digits-ablation.yaml`.
+    """
+    from lit_diffusion.cli.changed_settings import differences
+
+    fixed = {key: value for key, value in track.items() if key not in ("model", "trainer")}
+    trainer = {key: value for key, value in track["trainer"].items() if key != "callbacks"}
+    changes = differences(fixed, dict(entry), "")
+    changes |= differences(trainer, entry["trainer"], "trainer")
+    for key in ("image_shape", "num_classes"):
+        changes |= differences(_model(track).get(key), _model(entry).get(key), f"model.{key}")
+    broken = [name.lstrip(".") for name in changes]
+    broken = [name for name in broken if name not in FREE_SETTINGS]
+    if _fid_callbacks(entry) != _fid_callbacks(track):
+        broken.append("trainer.callbacks.FIDEvaluation")
+    if broken:
+        raise ValueError(
+            f"a speedrun must not change {', '.join(sorted(broken))}; it may change the model, "
+            "max_steps, val_check_interval, gradient clipping and other callbacks."
+        )
+
+
+def _model(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    arguments: Mapping[str, Any] = settings["model"]["init_args"]
+    return arguments
+
+
+def _fid_callbacks(settings: Mapping[str, Any]) -> list[Any]:
+    callbacks = settings["trainer"]["callbacks"]
+    return [each for each in callbacks if each["class_path"].endswith("FIDEvaluation")]
+
+
+def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
+    """Raise ValueError if the network, or the number of its evaluations per sample, is too large.
+
+    Args:
+        model: class path and arguments of the module, which is built and generates one sample.
+        trust: packages and folders whose classes may be built.
+    """
+    from lightning.pytorch import LightningModule
+
+    from lit_diffusion.checkpoints.loading import instantiate
+
+    module = instantiate([dict(model)], LightningModule, trust, "the config")
+    parameters = sum(parameter.numel() for parameter in module.network.parameters())
+    if parameters > MAX_PARAMETERS:
+        raise ValueError(
+            f"a speedrun allows {MAX_PARAMETERS:,} parameters, got {parameters:,}; make the "
+            "network smaller."
+        )
+    evaluations: list[Any] = []
+    module.network.register_forward_hook(lambda *inputs: evaluations.append(None))
+    module.generate([0])
+    if len(evaluations) > MAX_EVALUATIONS:
+        raise ValueError(
+            f"a speedrun allows {MAX_EVALUATIONS} evaluations of the network per sample, got "
+            f"{len(evaluations)}; use fewer steps of the solver."
+        )
+
+
+# Results
+
+
+def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
+    """Return the curve of the largest ratio of a distance to its target; at 1, all are reached.
+
+    Args:
+        records: evaluations of a run, as in evaluations.jsonl.
+        seed: training seed.
+    """
+    from lit_diffusion.metrics.evaluation_record import is_repeat
+
+    steps, scores = [], []
+    for record in records:
+        if is_repeat(record):
+            continue
+        distances = {"fid": record["value"], **record["second_look"]}
+        ratios = [(distances[name] or math.nan) / target for name, target in TARGETS.items()]
+        steps.append(record["step"])
+        scores.append(math.nan if any(map(math.isnan, ratios)) else max(ratios))
+    return Curve(str(seed), tuple(steps), tuple(scores))
+
+
+def measure(name: str, runs: Sequence[PlannedRun]) -> Entry:
+    """Read the results of finished runs, one per seed."""
+    from lit_diffusion.cli.loggers import read_evaluations
+
+    crossings, seconds = [], []
+    for run in runs:
+        records = read_evaluations(run.folder / "evaluations.jsonl")
+        crossings.append(score_curve(records, run.seed).crossing(1.0))
+        log = check_regular(run.folder / LOG).read_text(errors="replace")
+        ended = re.search(r"^trained .* in (\d+):(\d+):(\d+)", log, re.M)
+        if ended:
+            hours, minutes, rest = map(int, ended.groups())
+            total = 3600 * hours + 60 * minutes + rest
+            seconds.append(total - sum(record["seconds"]["total"] for record in records))
+    return Entry(name, tuple(crossings), fmean(seconds) if len(seconds) == len(runs) else None)
+
+
+def describe(entry: Entry, record: Entry) -> str:
+    """Describe a result, and compare it with the record."""
+    result = speedup(record.crossings, entry.crossings)
+    is_record = entry.reached == len(SEEDS) and result.low is not None and result.low > 1
+    return "\n".join(
+        [
+            f"{entry.name}: {entry.reached} of {len(SEEDS)} seeds reached the targets, after "
+            f"{entry.steps} steps (geometric mean).",
+            f"{record.name} holds the record with {record.steps} steps.",
+            f"Speed-up over the record, with its 95% interval: {format_speedup(result)}.",
+            "This is a new record." if is_record else "This is not a new record.",
+        ]
+    )
+
+
+# The table of records
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """Read the entries of a table of records."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    with check_regular(path).open(newline="") as file:
+        for row in csv.DictReader(file):
+            rows.setdefault(row["name"], []).append(row)
+    return [_entry(name, each) for name, each in rows.items()]
+
+
+def _entry(name: str, rows: Sequence[Mapping[str, str]]) -> Entry:
+    bounds = {"1": Bound.EXACT, "0": Bound.MORE_THAN}
+    crossings = [Crossing(float(row["step"]), bounds[row["reached"]]) for row in rows]
+    seconds = [float(row["seconds"]) for row in rows if row["seconds"]]
+    return Entry(name, tuple(crossings), fmean(seconds) if seconds else None)
+
+
+def entry_csv(entry: Entry, commit: str) -> str:
+    """Format an entry as rows of the table of records, with their head."""
+    rows: list[dict[str, Any]] = [
+        {
+            "name": entry.name,
+            "seed": seed,
+            "step": round(crossing.step, 1),
+            "reached": int(crossing.bound is not Bound.MORE_THAN),
+            "seconds": "" if entry.seconds is None else round(entry.seconds, 1),
+            "machine": platform.machine(),
+            "commit": commit,
+            "date": date.today().isoformat(),
+        }
+        for seed, crossing in zip(SEEDS, entry.crossings, strict=True)
+    ]
+    return to_csv(rows)
+
+
+def records_table(entries: Sequence[Entry]) -> Table:
+    """Build the table of records, the fastest first."""
+    fastest = sorted(entries, key=lambda entry: entry.steps.step)
+    rows = [
+        (
+            entry.name,
+            str(entry.steps),
+            f"{entry.reached} of {len(entry.crossings)}",
+            format_speedup(speedup(fastest[0].crossings, entry.crossings)),
+            "" if entry.seconds is None else f"{entry.seconds:.0f}",
+        )
+        for entry in fastest
+    ]
+    columns = ("recipe", "steps", "seeds that reached the targets", "speed-up", "seconds")
+    targets = ", ".join(f"{name} {target}" for name, target in TARGETS.items())
+    caption = f"Steps to {targets}. Speed-ups are relative to the fastest recipe."
+    return Table(caption, columns, tuple(rows))
