@@ -208,7 +208,7 @@ def build(process, loss):
     return losses_of(x, x[:, :1], torch.zeros(1), x[:, :1], **parts)
 
 
-INFINITE, NOTHING = "finite at every noise level", r"must be >= 0, and more .*; change the arguments"
+INFINITE, NOTHING = "finite at every noise level", r"must be >= 0, and > 0 .*; change its arg"
 
 
 @pytest.mark.parametrize(

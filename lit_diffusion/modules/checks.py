@@ -120,9 +120,9 @@ def check_objective(
         )
     if not ((weight >= 0).all() and weight.any()):
         raise ValueError(
-            f"the weight must be >= 0, and > 0 at one end of the process at least, got "
-            f"{weight.tolist()} at the ends of {process} from {loss.weighting}; change the "
-            "arguments of the weighting."
+            "the weight must be >= 0, and > 0 at one end of the process at least, got "
+            f"{weight.tolist()} at the ends of {process} from {loss.weighting}; change its "
+            "arguments."
         )
     check_sampling(process, loss, solver, guidance)
 
