@@ -32,7 +32,9 @@ class RepresentationAlignment(nn.Module):
     If block and teacher have grids of different sizes, the projected features of the block are
     interpolated bilinearly to the grid of the teacher.
 
-    The projector is trained outside of the network, so `ModelParallelStrategy` is not supported.
+    The projector has PyTorch's default initialization; the code of the authors of REPA and SRA uses
+    Xavier's. Because the projector is trained outside of the network, `ModelParallelStrategy` is
+    not supported.
 
     Args:
         block: name of the block in the network, such as "blocks.7". REPA uses the eighth block of

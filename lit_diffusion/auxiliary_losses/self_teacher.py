@@ -28,13 +28,15 @@ class SelfTeacher(nn.Module):
     image has the same noise and the same condition for the teacher as for the network, but a lower
     noise level. If `module.times` computes the time of the network from u, it computes the time of
     the teacher from `max(u - k, 0)`, with k uniform in [0, max_interval) for each image. With
-    uniform times, this lowers the time by up to `max_interval` of its range. For other
-    distributions of times, which the authors do not use, k is a difference of quantiles.
+    uniform times, this lowers the time by up to `max_interval` of its range, as in the paper. For
+    other distributions of times, k is a difference of quantiles, which is our choice.
 
     The weights are part of the state_dict, which makes a checkpoint larger by the size of the
     network. They are averaged once after each optimizer step, whatever the number of accumulated
     batches. In the first step of a fit that does not resume, the teacher equals the network. The
-    forward pass of the teacher ends at `block`, runs in eval mode, and is not compiled.
+    forward pass of the teacher ends at `block`, runs in eval mode, and is not compiled. The average
+    has the dtype of the weights, so use bf16-mixed instead of bf16-true, in which small updates
+    would be rounded to 0.
 
     Args:
         block: name of the teacher's block, such as "blocks.19". For SiT-XL with 28 blocks, the code
@@ -49,7 +51,7 @@ class SelfTeacher(nn.Module):
     Raises:
         ValueError: if an argument is out of range, or if the network has no such block.
 
-    Source: Jiang et al. 2025 (SRA, arXiv 2505.02831), section 3.
+    Source: Jiang et al. 2025 (SRA, arXiv 2505.02831).
 
     Example:
         >>> from lit_diffusion.networks.dit import DiT

@@ -160,3 +160,21 @@ def test_the_random_numbers_of_the_step_are_drawn_before_those_of_the_teacher():
     for (t, noise), (t_plain, noise_plain) in zip(state[:2], state[2:], strict=True):
         assert torch.equal(t, t_plain)
         assert torch.equal(noise, noise_plain)
+
+
+def test_a_teacher_from_a_checkpoint_is_averaged_in_the_next_step_but_not_in_the_same():
+    """As after a checkpoint in the middle of accumulated batches, and after one between steps."""
+    network, teachers = TinyNetwork(), [SelfTeacher("enter", decay=0.5) for _ in range(2)]
+    for teacher in teachers:
+        teacher.attach(network)
+    teachers[0]._average(network, 0)
+    network.leave.bias.data += 1
+    teachers[0]._average(network, 7)
+    teachers[1].load_state_dict(teachers[0].state_dict())
+    network.leave.bias.data += 1
+    before = teachers[0].network.leave.bias.clone()
+    torch.testing.assert_close(before, network.leave.bias - 1.5)
+    teachers[1]._average(network, 7)
+    assert torch.equal(teachers[1].network.leave.bias, before)
+    teachers[1]._average(network, 8)
+    torch.testing.assert_close(teachers[1].network.leave.bias, network.leave.bias - 0.75)
