@@ -86,7 +86,8 @@ def measure_consistency(
         names: names of the models.
         nearest_of: function that returns the nearest training image of each image. Its input and
             output are uint8 (N, C, H, W).
-        features_of: function that returns the features (N, F) of images, uint8 (N, C, H, W).
+        features_of: function that takes images, uint8 (N, C, H, W), and returns their features (N,
+            F).
         labels: (N,) classes of the seeds.
 
     Example:

@@ -47,8 +47,8 @@ def evaluate_losses(
 
     Args:
         module: module on whose weights the losses depend.
-        states: weights to load for each evaluation, by name. Weights that are missing from a state
-            are not changed.
+        states: state dict to load for each evaluation, by name of the evaluation. Weights that are
+            missing from a state dict are not changed.
         losses: losses by name.
 
     Returns:
@@ -135,7 +135,8 @@ def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[fl
 
     Args:
         module: DiffusionModule, GANModule, or another module with the same methods.
-        dataset: training set with `fetch`.
+        dataset: training set with a method `fetch`, which returns images without random
+            augmentation.
         num_images: number of images, from 2 to the size of the set.
         levels: noise levels in [0, 1], where 1 is the noisiest.
 

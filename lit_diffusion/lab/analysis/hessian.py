@@ -76,14 +76,14 @@ class Spectrum:
 
     @property
     def expected_weights(self) -> NDArray[np.float64]:
-        """(V, m) quadrature weights, replaced with their expected value `1 / P` where it is known.
+        """(V, m) quadrature weights; reliable extreme nodes have their expected weight `1 / P`.
 
-        In a single run, the weight of a large eigenvalue is proportional to the square of one
-        normal variable, so sums over large eigenvalues would be noisy. The weights of the largest
-        and smallest Ritz values are therefore replaced, as far as all runs agree on these values. A
-        weight is not replaced if its mean over runs is above `4 / P`, because it then belongs to an
-        eigenvalue with multiplicity > 1. The other weights are rescaled, so that each row still
-        sums to 1.
+        In a single Lanczos run, the weight of a large eigenvalue is proportional to the square of
+        one normal variable, so sums over large eigenvalues would be noisy. The weights of the
+        largest and smallest Ritz values are therefore replaced, as far as all runs agree on these
+        values. A weight is not replaced if its mean over runs is above `4 / P`, because it then
+        belongs to an eigenvalue with multiplicity > 1. The other weights are rescaled, so that each
+        row still sums to 1.
         """
         magnitudes = np.abs(self.nodes).max(axis=0)
         agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan
@@ -104,8 +104,8 @@ class Spectrum:
         """Variance of the Ritz values with equal weights.
 
         A figure of "Why diffusion models are stable and how to make them faster" (2023) seems to
-        show this variance. It says more about the Lanczos method, which finds extreme eigenvalues
-        first, than about the matrix.
+        show this unweighted variance. The variance says more about the Lanczos method, which finds
+        extreme eigenvalues first, than about the matrix.
         """
         return float(np.nanvar(self.nodes))
 
@@ -159,17 +159,18 @@ def hessian_product(
 def finite_difference_error(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor], share: float = 1e-4
 ) -> float:
-    """Compare a Hessian-vector product with a central difference of gradients; relative error.
+    """Return the relative error of a Hessian-vector product, compared with a central difference.
 
-    The vector is the gradient. The error is small for smooth losses. It is large if a part of the
-    network has no second derivative, which autograd may silently treat as 0. It is also large if
-    gradients jump, as with ReLU, because the Hessian ignores the jumps. The weights are restored
-    before the function returns.
+    The Hessian is multiplied by the gradient. The error is small for smooth losses. It is large if
+    a part of the network has no second derivative, which autograd may silently treat as 0. It is
+    also large if gradients jump, as with ReLU, because the Hessian ignores the jumps. The weights
+    are restored before the function returns.
 
     Args:
         loss: scalar loss that depends only on the weights.
         parameters: tensors to differentiate by. Tensors without `requires_grad` are ignored.
-        share: length of the step between gradients, as a fraction of the norm of all weights.
+        share: distance from the weights to each of the two points of the finite difference, as a
+            fraction of the norm of all weights.
     """
     weights = [p for p in parameters if p.requires_grad]
     product, gradient = hessian_product(loss, weights)

@@ -1,9 +1,9 @@
 """Compute losses on the line between two sets of weights, optionally with aligned features.
 
-Two runs may learn the same features in a different order. The line between them then passes through
-mixtures of different features, unless the features are aligned by a permutation. Alignment covers
-the hidden layers of residual blocks and MLPs, and all layers of a DCGAN. Features between blocks
-cannot be permuted independently, because skip connections tie them together.
+Two runs may learn the same features in a different order. Weights between the two runs then mix
+different features, unless a permutation has aligned them. Alignment covers the hidden layers of
+residual blocks and MLPs, and all layers of a DCGAN. Features between blocks cannot be permuted
+independently, because skip connections tie them together.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 2; Goodfellow et
 al. 2015, "Qualitatively characterizing neural network optimization problems"; Ainsworth et al.
@@ -90,7 +90,8 @@ class HiddenFeatures:
     """Features of a hidden layer, which can be permuted without changing the output.
 
     Args:
-        axes: all dimensions of tensors that are indexed by the features.
+        axes: all tensors and dimensions in which the index of a feature is the position along the
+            dimension.
         groups: number of groups of the group norm on these features. A permutation may reorder the
             features within a group, and may reorder whole groups.
     """
@@ -209,7 +210,7 @@ def draw_interpolations(
 ) -> None:
     """Draw one panel per loss.
 
-    Each entry of `lines`, of shape (number of losses, K), gives one curve in each panel.
+    There is one panel per loss. It shows one curve for each array (number of losses, K) in `lines`.
     """
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]

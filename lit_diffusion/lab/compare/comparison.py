@@ -108,7 +108,7 @@ class Comparison:
 
     @property
     def best(self) -> Result:
-        """The fastest winner. If no arm wins, the fastest arm, preferably one that can win."""
+        """The fastest winner or, if no arm wins, the fastest arm; arms that can win come first."""
         return (self.winners or sorted(self.results, key=self.falls_short))[0]
 
 
@@ -132,8 +132,8 @@ def compare(
         baseline: name of the baseline.
         target: FID to reach; None uses the default.
         metric: name of the metric.
-        num_untested: number of arms that are missing from `arms` because they lack the data. Holm's
-            method counts each of them as a test with a p-value of 1.
+        num_untested: number of arms that are not in `arms` because their runs lack this metric.
+            Holm's method counts each of them as a test with a p-value of 1.
 
     Raises:
         ValueError: if there are fewer than two arms, if two arms have the same name, if there is no
@@ -229,12 +229,12 @@ def _test_last_fid(result: Result, base: Arm, target: float, num_arms: int) -> R
 
 
 def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
-    """Replace the steps in the curves of all arms with the number of training images so far.
+    """Replace the steps in the curves of all arms with the number of training images seen so far.
 
     Returns:
-        The changed arms. None if the numbers of images are unknown. None, too, if all arms use the
-        same number of images per step, because a comparison by images would then equal a comparison
-        by steps.
+        The changed arms. None if the numbers of images are unknown, or if all arms use the same
+        number of images per step. In the latter case, a comparison by images would equal a
+        comparison by steps.
     """
     rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
     if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):
@@ -263,7 +263,7 @@ def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
 
 
 def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
-    """Repeat a comparison with each of `DISTANCES` instead of FID, with their default targets."""
+    """Repeat a comparison with each of `DISTANCES` instead of FID, each with its default target."""
     base = comparison.baseline.name
     arms_by_metric = {name: by_metric(comparison.arms, name) for name in DISTANCES}
     return {

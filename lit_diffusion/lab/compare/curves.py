@@ -37,7 +37,8 @@ class Crossing:
     Attributes:
         step: the step or, if it is not known exactly, the step of the evaluation that bounds it.
         bound: AT_MOST if the first evaluation was already at the target. MORE_THAN if no evaluation
-            was (censored). UNKNOWN for a mean over steps with both kinds of bounds.
+            reached the target (a censored value). UNKNOWN for a mean over steps with both kinds of
+            bounds.
 
     Example:
         >>> print(Crossing(1893), Crossing(4000, Bound.MORE_THAN))
@@ -56,8 +57,8 @@ class Crossing:
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
     """Compute the geometric mean of steps.
 
-    If some steps are bounds, the result is a bound. If there are bounds in both directions, it is
-    unknown.
+    If only bounds of some steps are known, the result is a bound, too. If these include upper and
+    lower bounds, the result is unknown.
 
     Example:
         >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
@@ -212,9 +213,9 @@ def late_spreads(curve: Curve) -> tuple[float, float] | None:
     """Compute standard deviations of log FID over the last third of the steps.
 
     Returns:
-        The total standard deviation, which includes a steady descent, and the standard deviation
-        around a least-squares line, which is 0 for a linear descent. The latter is
-        `sqrt(sum of squared residuals / (n - 2))`. None if there are fewer than three finite FIDs.
+        The total standard deviation, and the standard deviation around a least-squares line. A
+        steady descent of the FID raises the first, but not the second, which is `sqrt(sum of
+        squared residuals / (n - 2))`. None if there are fewer than three finite FIDs.
 
     Source: "Why diffusion models are stable and how to make them faster" (2023), which claims under
     its Fig. 5 that its methods make late FIDs steadier.
@@ -258,18 +259,20 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
 
 
 def paired_spread(curves: Iterable[Curve]) -> Spread | None:
-    """Estimate how the last FID varies over sets of samples, except for effects on all runs alike.
+    """Estimate how the last FID varies over sets of samples, without variation common to all runs.
 
-    If all runs generate their k-th set of samples from the same seeds, this set may raise or lower
-    the FIDs of all runs alike. Such an effect cancels when runs are compared, so it is removed. Let
-    `x_rk` be the log FID of run r on its k-th set. The spread is computed from the residuals
-    `x_rk - mean_k - mean_r + mean`, which have `(runs - 1) * (sets - 1)` degrees of freedom. If the
-    k-th sets have different seeds, there is nothing to remove, and the result estimates the same
-    value as `sampling_spread`. Only runs whose last FIDs are all finite are used. They are grouped
-    by their number of sets, and the groups are pooled.
+    If all runs generate their k-th set of samples from the same seeds, the choice of these seeds
+    may raise or lower the FIDs of all runs alike. This effect is removed, because it cancels when
+    runs are compared. Let `x_rk` be the log FID of run r on its k-th set. The spread is computed
+    from the residuals `x_rk - mean_k - mean_r + mean`, which have `(runs - 1) * (sets - 1)` degrees
+    of freedom. If the k-th sets have different seeds, there is nothing to remove, and the result
+    estimates the same value as `sampling_spread`. Only runs whose last FIDs are all finite are
+    used. Runs with the same number of sets form a group, and the variances of the groups are
+    pooled.
 
     Returns:
-        The spread; None if no two runs have the same number of sets, and at least two sets.
+        The spread; None unless at least two runs have the same number of sets, and this number is
+        at least two.
     """
     groups: dict[int, list[list[float]]] = {}
     for curve in curves:
@@ -326,7 +329,7 @@ def loss_stability(losses: Sequence[float]) -> Stability:
 
 
 def read_arms(paths: Sequence[str]) -> list[Arm]:
-    """Read arms from CSV files with one row per evaluation, such as the curves.csv of `compare`.
+    """Read arms from CSV files with one row per evaluation, in the format of curves.csv.
 
     The columns arm, step and fid are required. The columns seed, images, repeat and other metrics
     are optional. A row with repeat 1, 2, ... contains a further FID of the last step, with a new

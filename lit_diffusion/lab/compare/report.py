@@ -61,7 +61,7 @@ class Report:
 
     Attributes:
         by_images: comparison by the number of training images instead of steps. None if the numbers
-            are unknown, or if all arms use equally many images per step.
+            of images are unknown, or if all arms use equally many images per step.
         others: comparisons by other metrics of the same samples, by name of the metric.
         notes: caveats about the numbers, such as a list of runs that were left out.
         protocol: settings with which FID was measured, by name.
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def result(self) -> str:
-        """The best arm, its speed-up, and the FID to which it is measured, in one sentence."""
+        """The best arm, its speed-up, and the FID of the speed-up, in one sentence."""
         comparison, best = self.comparison, self.comparison.best
         base, name = comparison.baseline.name, best.arm.name
         factor = format_speedup(replace(best.speedup, low=None, high=None))
@@ -118,8 +118,8 @@ def build_report(
 
     Args:
         paths: run folders or their parent folders, or CSV files in the format of `read_arms`.
-        baseline: name of the baseline. None means the arm with the name "baseline", else the first
-            arm.
+        baseline: name of the baseline. None means the arm with the name "baseline" or, if there is
+            none, the first arm.
         target: FID to reach; None means the lowest FID that every seed of the baseline reached.
         metric: name of the metric, such as val/fid_360, or a loss in metrics.csv. None means the
             FID that most runs have.
@@ -240,7 +240,7 @@ def _bullet_list(lines: Iterable[str]) -> str:
 
 
 def html(text: str, pngs: Mapping[str, bytes]) -> str:
-    """Convert a report's Markdown to one HTML page that embeds the figures `pngs`, by file name."""
+    """Convert a report's Markdown to one HTML page; `pngs` has the figures by file name."""
     parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
     body = str(parser.render(text.replace("+-", "\N{PLUS-MINUS SIGN}")))
     for name, png in pngs.items():  # quotes in the text are &quot;

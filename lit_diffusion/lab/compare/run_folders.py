@@ -88,7 +88,7 @@ class Run:
 
     @property
     def max_batches(self) -> int | None:
-        """`max_steps` converted to batches, which are the unit of the steps in metrics.csv.
+        """Return `max_steps` in batches, because the steps in metrics.csv count batches.
 
         A GAN has fewer batches than optimizer steps, because two optimizers step in some batches.
         """
@@ -108,8 +108,8 @@ class Run:
         """List the records of a metric that were measured with the same settings, one per step.
 
         FIDs are read from evaluations.jsonl, which also contains the settings of the measurement.
-        Other metrics are read from metrics.csv. Records with different settings from most records
-        are left out. If a step still has several records, the last one is used.
+        Other metrics are read from metrics.csv. Only records with the most common settings are
+        kept. If a step still has several records, the last one is used.
         """
         if is_fid(metric):
             points = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
@@ -354,14 +354,14 @@ def select(
 ) -> Selection:
     """Group runs by arm, and leave out runs whose FIDs are not comparable.
 
-    A run is left out if it lacks the metric, if its FID was measured with different settings from
-    most runs of the baseline, if its samples were generated with different settings from most runs
-    of its arm, if it was cut short, or if one of its files is broken.
+    A run is left out if it was cut short, if one of its files is broken, or if it lacks the metric.
+    It is also left out if its FID was measured with different settings from most runs of the
+    baseline, or if its samples were generated with different settings from most runs of its arm.
 
     Args:
         runs: runs of an experiment.
-        baseline: name of the baseline. None means the arm with the name "baseline", else the first
-            arm.
+        baseline: name of the baseline. None means the arm with the name "baseline" or, if there is
+            none, the first arm.
         metric: name of the metric; None means the FID that most runs have.
 
     Raises:

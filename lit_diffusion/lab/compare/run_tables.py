@@ -1,4 +1,4 @@
-"""Parts of a report that need run folders: settings, stability, samples, and caveats."""
+"""Build the parts of a report that need run folders: settings, stability, samples, and caveats."""
 
 import json
 import math
@@ -153,7 +153,7 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
 
     Returns:
         The table, and notes on arms whose FIDs were measured differently or are missing. (None, [])
-        if no run has FIDs of several widths.
+        if no run has FIDs from `evaluate --ema`.
     """
     base = selection.baseline
     scores = {name: [fids_by_width(run) for run in runs] for name, runs in selection.arms.items()}

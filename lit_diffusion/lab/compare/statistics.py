@@ -171,11 +171,12 @@ def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
     """Run a paired t test of the log ratio of last FIDs (arm / baseline), over shared seeds.
 
     The last FID of a run is the geometric mean over its sets of samples. If runs have different
-    numbers of sets, only as many sets are used as the run with the fewest sets has.
+    numbers of sets, only the first k sets of each run are used, where k is the smallest number of
+    sets.
 
     Returns:
-        The result; None if the test is undefined, if the last steps of two runs of one seed differ
-        by more than 1%, or if an FID is not finite.
+        The result; None if the test is undefined, if the two runs of a seed end at steps that
+        differ by more than 1%, or if an FID is not finite.
     """
     pairs = shared_seeds(arm, baseline)
     if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):

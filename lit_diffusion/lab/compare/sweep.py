@@ -240,15 +240,15 @@ def plan_sweep(
 def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, list[str]]:
     """List the config files of each arm, by name.
 
-    An arm has the config files of the experiment, and files of its own. The arm BASELINE has only
-    the files of the experiment.
+    The baseline, which is named BASELINE, uses only the config files of the experiment. Every other
+    arm adds its own files.
 
     Args:
         experiment: config files of the experiment.
         arms: one entry per arm: a config file to add to the experiment, or several joined by +.
 
     Raises:
-        ValueError: if two arms have the same name, or an arm has a file twice.
+        ValueError: if two arms have the same name, or if an arm lists a file twice.
 
     Example:
         >>> arm_configs(["run.yaml"], ["arms/md.yaml", "arms/md.yaml+clts.yaml"])["md+clts"]

@@ -151,10 +151,10 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """Format the FID to which a speed-up is measured, such as " to 0.306"; "" if it is the target.
+    """Format the FID at which a speed-up is measured, such as " to 0.306"; "" if it is the target.
 
-    If this FID and the target are equal after rounding, the result has more digits and also
-    contains the target, as in " to 0.2693, not 0.2691".
+    If the FID and the target differ but are equal after rounding, the result has more digits and
+    also contains the target, as in " to 0.2693, not 0.2691".
     """
     if result.at == comparison.target:
         return ""
@@ -212,7 +212,7 @@ def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
 
 
 def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
-    """Make a table of speed-ups by other metrics of the same samples; None if there are none."""
+    """Make a table of speed-ups that are measured with other metrics; None if there are none."""
     if not others:
         return None
     cells: dict[str, dict[str, str]] = {}

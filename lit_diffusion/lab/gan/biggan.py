@@ -8,8 +8,8 @@ The latent z is split into equal parts z_0, z_1, ..., z_n. The linear layer gets
 of block i are conditioned on z_i.
 
 All linear, convolutional and embedding layers have spectral norm, except the generator's class
-embedding. The parameters have other names than in other implementations, so checkpoints from there
-cannot be loaded.
+embedding. The names of the parameters differ from other implementations, whose checkpoints
+therefore cannot be loaded.
 
 Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection
 discriminator); Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
@@ -143,8 +143,8 @@ class BigGANGenerator(nn.Module):
         num_classes: number of classes.
         out_channels: channels of the images.
         widths: channels before each block, then channels after the last block, divided by `width`.
-            There is one number more than blocks. With the default, five blocks generate images of
-            128 x 128 pixels.
+            Its length is the number of blocks plus one. With the default, five blocks generate
+            images of 128 x 128 pixels.
         width: base width, by which all `widths` are multiplied; 96 in the paper.
         latent_dim: size of z. The first layer and each block get an equal part of z.
         label_dim: size of the class embedding. All blocks share one embedding.
@@ -199,7 +199,7 @@ class BigGANGenerator(nn.Module):
         self.out = _conv(channels[-1], out_channels, 3)
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
-        """Map z (B, latent_dim), labels int64 (B,) to images (B, out_channels, H, W) in [-1, 1]."""
+        """Map z (B, latent_dim) and labels (B,) to images (B, out_channels, H, W) in [-1, 1]."""
         first, *parts = z.chunk(len(self.blocks) + 1, dim=1)  # (B, latent_dim / (blocks + 1)) each
         label = self.embedding(labels)  # (B, label_dim)
         h = self.first(first).unflatten(1, (-1, self.smallest, self.smallest))  # (B, C, 4, 4)

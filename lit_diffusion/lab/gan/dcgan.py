@@ -3,7 +3,7 @@
     generator: z -- transposed convolution to smallest x smallest -- doubled to image_size -- tanh
     discriminator: image -- halved to smallest x smallest -- one convolution to a logit
 
-The parameters have other names than in other implementations, so checkpoints from there cannot be
+The names of the parameters differ from other implementations, whose checkpoints therefore cannot be
 loaded.
 
 Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3. Widths and initialization are from
@@ -126,7 +126,7 @@ class DCGANDiscriminator(nn.Module):
 
 @torch.no_grad()
 def init_dcgan_(network: nn.Module) -> None:
-    """Initialize the weights in place: convolutions `N(0, 0.02**2)`, batch norm `N(1, 0.02**2)`."""
+    """Initialize in place: `N(0, 0.02**2)` in convolutions, `N(1, 0.02**2)` in batch norm."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
             nn.init.normal_(module.weight, std=0.02)

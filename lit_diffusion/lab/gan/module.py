@@ -170,7 +170,7 @@ class GANModule(LightningModule):
         self._generator_loss: Tensor | float | None = None  # of this epoch's last generator step
 
     def setup(self, stage: str) -> None:
-        """Raise ValueError if the data do not fit the shape of images or the number of classes."""
+        """Raise ValueError if the networks do not fit the shape or the labels of the data."""
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
 
