@@ -14,7 +14,7 @@ from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter, tot
 
 @dataclass(eq=False)
 class ShiftingGaussian(TimestepWriter):
-    """Samples noise levels from a Gaussian whose mean moves from the noisiest to the cleanest one.
+    """Samples noise levels from a Gaussian whose mean moves from noisy to clean levels.
 
     The mean moves linearly with the number of optimizer steps (`trainer.global_step`). The callback
     logs the mean as `shifting/mean`. It logs the total variation distance between the density and
@@ -60,7 +60,7 @@ class ShiftingGaussian(TimestepWriter):
         return Timesteps(timestep_density=self.density_at(step, device))
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """Return the values to log: the mean and the distance of the density from uniform."""
+        """Return the values to log: the mean, and the total variation distance from uniform."""
         return {
             "shifting/mean": self._mean_at(step),
             "shifting/tv": total_variation(self.density_at(step, device)),

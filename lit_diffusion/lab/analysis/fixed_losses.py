@@ -47,9 +47,9 @@ def evaluate_losses(
 
     Args:
         module: module on whose weights the losses depend.
-        states: state dict to load for each evaluation, by name of the evaluation. Weights that are
-            missing from a state dict are not changed.
-        losses: losses by name.
+        states: one state dict per evaluation. Weights that are missing from a state dict are not
+            changed.
+        losses: functions that compute the losses, by name.
 
     Returns:
         (number of losses, number of states).
@@ -135,8 +135,7 @@ def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[fl
 
     Args:
         module: DiffusionModule, GANModule, or another module with the same methods.
-        dataset: training set with a method `fetch`, which returns images without random
-            augmentation.
+        dataset: training set with a method `fetch`, which returns batches by epoch and index.
         num_images: number of images, from 2 to the size of the set.
         levels: noise levels in [0, 1], where 1 is the noisiest.
 

@@ -57,8 +57,8 @@ class Crossing:
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
     """Compute the geometric mean of steps.
 
-    If only bounds of some steps are known, the result is a bound, too. If these include upper and
-    lower bounds, the result is unknown.
+    If only bounds of some steps are known, the result is a bound, too. If both upper and lower
+    bounds occur, the result is unknown.
 
     Example:
         >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
@@ -79,7 +79,8 @@ class Curve:
         steps: (N,) optimizer steps or numbers of training images; increasing, >= 0, and the last >
             0.
         fids: (N,) FIDs > 0; NaN where the samples were not finite.
-        images: (N,) numbers of training images so far, increasing; None if not recorded.
+        images: (N,) numbers of training images seen at these steps, increasing; None if not
+            recorded.
         repeats: further FIDs of the last weights, each with a new set of samples.
         other_metrics: (N,) for each FID, other metrics of the same samples by name; () if not
             recorded.

@@ -59,11 +59,11 @@ def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
     Unless OMP_NUM_THREADS is already set, it is set for each process to the number of cores divided
     by `at_once`.
 
-    Batch systems announce the end of their time limit with SIGUSR1. If this process gets a
-    SIGUSR1, it sends a SIGUSR1 to the running processes, and waits until they end. If this process
-    gets a SIGTERM or SIGHUP or is interrupted, it sends a SIGTERM to the running processes, and a
-    SIGKILL after `PATIENCE` seconds. Signals that this process ignores, for example under
-    nohup, stay ignored.
+    Batch systems announce the end of their time limit with SIGUSR1. If this process gets a SIGUSR1,
+    it sends a SIGUSR1 to the running processes, and waits until they end. If this process gets a
+    SIGTERM or SIGHUP or is interrupted, it sends a SIGTERM to the running processes, and a SIGKILL
+    after `PATIENCE` seconds. Signals that this process ignores, for example under nohup, stay
+    ignored.
 
     Args:
         jobs: iterator over jobs. The next job is requested whenever fewer than `at_once` processes

@@ -8,8 +8,8 @@ The latent z is split into equal parts z_0, z_1, ..., z_n. The linear layer gets
 of block i are conditioned on z_i.
 
 All linear, convolutional and embedding layers have spectral norm, except the generator's class
-embedding. The names of the parameters differ from other implementations, whose checkpoints
-therefore cannot be loaded.
+embedding. Checkpoints of other implementations cannot be loaded, because their parameters have
+different names.
 
 Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection
 discriminator); Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
@@ -119,7 +119,8 @@ class DiscriminatorBlock(nn.Module):
         channels: channels of the input.
         out: channels of the output.
         halves: whether the block halves the resolution.
-        first: whether this is the first block. It has no ReLU before its first convolution.
+        first: whether this is the first block. The first block has no ReLU before its first
+            convolution.
     """
 
     def __init__(self, channels: int, out: int, *, halves: bool, first: bool) -> None:

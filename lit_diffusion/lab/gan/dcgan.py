@@ -3,8 +3,8 @@
     generator: z -- transposed convolution to smallest x smallest -- doubled to image_size -- tanh
     discriminator: image -- halved to smallest x smallest -- one convolution to a logit
 
-The names of the parameters differ from other implementations, whose checkpoints therefore cannot be
-loaded.
+Checkpoints of other implementations cannot be loaded, because their parameters have different
+names.
 
 Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3. Widths and initialization are from
 dcgan/main.py of pytorch/examples.
