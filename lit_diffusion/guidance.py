@@ -92,7 +92,9 @@ class ClassifierFree:
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
             nonlocal calls
-            both = denoise(torch.cat([x_t, x_t]), torch.cat([t, t]))
+            t_both = torch.cat([t, t])
+            t_both.until = getattr(t, "until", None)  # type: ignore[attr-defined]
+            both = denoise(torch.cat([x_t, x_t]), t_both)
             (x0, x0_uncond), (noise, noise_uncond) = both.x0.chunk(2), both.noise.chunk(2)
             if calls == 0 and torch.equal(x0, x0_uncond) and _differ(labels, null):
                 warnings.warn(

@@ -152,6 +152,7 @@ def test_sigmoid_betas_follow_their_formula():
         (lambda: ContinuousVP(beta_d=0.0), "must hold, got"),
         (lambda: ContinuousVP(beta_min=0.0), "must hold, got"),
         (lambda: LinearFlow(t_min=0.0), "must hold, got"),
+        (lambda: LinearFlow(label_scale=0.0), "label_scale < inf must hold, got"),
         (lambda: DiscreteVP(LinearBetas(1)), "num_steps must be at least 2, got 1"),
         (lambda: DiscreteVP(CosineBetas(1)), "num_steps must be at least 2, got 1"),
         (lambda: DiscreteVP(SigmoidBetas(1)), "num_steps must be at least 2, got 1"),

@@ -5,6 +5,7 @@ from typing import Any
 
 from jsonargparse import Namespace
 from jsonargparse._typehints import ActionTypeHint
+from torch import nn
 
 
 def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
@@ -12,7 +13,8 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
 
     jsonargparse alone would keep the arguments that the new class has too. For example, it would
     pass the time grid of the earlier solver to the new solver. Two paths of the same class count as
-    the same class.
+    the same class. The arguments also stay if `spec` names a subclass of an nn.Module, such as
+    `MeanFlow` after `DiffusionModule`.
 
     Args:
         previous: class path and arguments in the earlier configs and options; None if there are
@@ -27,7 +29,8 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     if not previous or not previous.get("class_path") or "init_args" not in previous:
         return None
     old, new = previous["class_path"], spec["class_path"]
-    if _imported_class(old) == _imported_class(new):
+    old_class, new_class = _imported_class(old), _imported_class(new)
+    if old_class == new_class or _is_subclass_of_module(new_class, old_class):
         return None
     arguments = previous["init_args"]
     keys = [key for key, _ in arguments.items(branches=True, nested=False)]
@@ -48,6 +51,11 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
         f"{new.rpartition('.')[2]} replaces {old.rpartition('.')[2]}, whose {', '.join(lost)} no "
         f"longer {'applies' if len(lost) == 1 else 'apply'}; set again what you want to keep."
     )
+
+
+def _is_subclass_of_module(new: Any, old: Any) -> bool:
+    classes = isinstance(new, type) and isinstance(old, type)
+    return classes and issubclass(new, old) and issubclass(old, nn.Module)
 
 
 def _imported_class(path: str) -> Any:

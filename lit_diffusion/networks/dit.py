@@ -29,6 +29,7 @@ from lit_diffusion.networks.layers import (
     LayerNorm32,
     PatchEmbed,
     TimestepMLP,
+    TwoTimesMLP,
     check_image_size,
     check_sizes,
     maybe_checkpoint,
@@ -108,6 +109,8 @@ class DiT(nn.Module):
             and takes about a third more time, with the same gradients.
         token_routing: random tokens that skip some blocks in training, as in
             `networks.routing.TokenRouting`. None sends all tokens through all blocks.
+        two_times: whether the network also takes an interval of noise levels, as `MeanFlow` needs.
+            The noise label is then (B, 2), or (B,) for the interval 0.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -136,6 +139,7 @@ class DiT(nn.Module):
         condition: ConditionKind | None = None,
         gradient_checkpointing: bool = False,
         token_routing: TokenRouting | None = None,
+        two_times: bool = False,
     ) -> None:
         super().__init__()
         others = {"in_channels": in_channels, "out_channels": out_channels, "mlp_ratio": mlp_ratio}
@@ -152,7 +156,9 @@ class DiT(nn.Module):
             token_routing.check_depth(depth)
 
         self.x_embedder = PatchEmbed(in_channels, width, patch_size)
-        self.t_embedder = nn.ModuleDict({"mlp": TimestepMLP(256, width)})
+        self.t_embedder = nn.ModuleDict(
+            {"mlp": TwoTimesMLP(256, width) if two_times else TimestepMLP(256, width)}
+        )
         self.y_embedder = nn.ModuleDict()
         if condition is not None:
             self.y_embedder["embedding_table"] = condition.embedding(width)
@@ -173,6 +179,8 @@ class DiT(nn.Module):
         for layer in (*self.blocks, self.final_layer):
             zero_(layer.get_submodule("adaLN_modulation"))
         zero_(self.final_layer.linear)
+        if isinstance(mlp := self.t_embedder["mlp"], TwoTimesMLP):
+            zero_(mlp.interval[2])
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
         """Compute the output of the network for noisy images.

@@ -72,9 +72,39 @@ class TimestepMLP(nn.Sequential):
         """(B,) -> (B, out_width)."""
         h = timestep_embedding(noise_label, self.dim).to(next(self.parameters()).dtype)
         with no_autocast(h):
-            for layer in self:
+            for layer in (self[0], self[1], self[2]):
                 h = layer(h)
         return h
+
+
+class TwoTimesMLP(TimestepMLP):
+    """Embedding of a noise level and of an interval: the sum of two `TimestepMLP`s.
+
+    The MLP of the interval is named `interval`, and outputs zero at initialization. The other
+    parameters have the names of `TimestepMLP`.
+
+    Source: Geng et al. 2025 (MeanFlow, arXiv 2505.13447), section 4.3, the times (t, t - r). The
+        initialization is ours, so that training can start from the weights of flow matching.
+
+    Example:
+        >>> embed = TwoTimesMLP(dim=8, width=32)
+        >>> embed(torch.tensor([[999.0, 500.0]])).equal(embed(torch.tensor([999.0])))
+        True
+    """
+
+    two_times = True
+
+    def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
+        super().__init__(dim, width, out_width)
+        self.interval = TimestepMLP(dim, width, out_width)
+        zero_(self.interval[2])
+
+    def forward(self, noise_label: Tensor) -> Tensor:
+        """(B, 2) levels and intervals, or (B,) levels with the interval 0, -> (B, out_width)."""
+        if noise_label.ndim == 1:
+            noise_label = torch.stack([noise_label, torch.zeros_like(noise_label)], dim=1)
+        level, interval = noise_label.unbind(1)
+        return super().forward(level) + cast(Tensor, self.interval(interval))
 
 
 class LayerNorm32(nn.LayerNorm):

@@ -43,6 +43,7 @@ from lit_diffusion.networks.conditions import (
 from lit_diffusion.networks.fused_norm import group_norm_silu
 from lit_diffusion.networks.layers import (
     TimestepMLP,
+    TwoTimesMLP,
     check_image_size,
     maybe_checkpoint,
     no_autocast,
@@ -343,6 +344,7 @@ class _Encoder(nn.Module):
         norm_groups: int,
         cross_attention: bool = False,
         gradient_checkpointing: bool = False,
+        two_times: bool = False,
     ) -> None:
         super().__init__()
         levels = len(channel_mult)
@@ -382,7 +384,8 @@ class _Encoder(nn.Module):
             norm_groups=norm_groups,
         )
 
-        self.time_embed = TimestepMLP(model_channels, self.emb_channels)
+        embedding = TwoTimesMLP if two_times else TimestepMLP
+        self.time_embed = embedding(model_channels, self.emb_channels)
         channels = self.widths[0]
         self.input_blocks = nn.ModuleList([ConditionedSequential([Conv3x3(in_channels, channels)])])
         self.skip_channels = [channels]  # channels of the output of each input block
@@ -492,6 +495,8 @@ class UNet(_Encoder):
         gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
             and compute its activations again in the backward pass. Training then needs less memory
             and takes about a third more time, with the same gradients.
+        two_times: whether the network also takes an interval of noise levels, as `MeanFlow` needs.
+            The noise label is then (B, 2), or (B,) for the interval 0.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -524,6 +529,7 @@ class UNet(_Encoder):
         split_heads_first: bool = True,
         norm_groups: int = 32,
         gradient_checkpointing: bool = False,
+        two_times: bool = False,
     ) -> None:
         condition = resolve_condition(condition, num_classes)
         check_positive(out_channels=out_channels, num_heads_upsample=num_heads_upsample)
@@ -542,6 +548,7 @@ class UNet(_Encoder):
             norm_groups=norm_groups,
             cross_attention=isinstance(condition, Tokens | WordIds),
             gradient_checkpointing=gradient_checkpointing,
+            two_times=two_times,
         )
         self.num_classes = getattr(condition, "num_classes", None)
         self.num_words = getattr(condition, "num_words", None)

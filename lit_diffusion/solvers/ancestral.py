@@ -143,9 +143,8 @@ class DDIM:
         alpha, sigma = process.alpha_sigma(times)
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
-            x0, direction = x0_and_noise(
-                denoise(x, batch_of(t, x)), x, alpha[i], sigma[i], self.clip
-            )
+            t_batch = batch_of(t, x, until=None if std[i] > 0 else times[i + 1])
+            x0, direction = x0_and_noise(denoise(x, t_batch), x, alpha[i], sigma[i], self.clip)
             if watch is not None:
                 watch(i, t, x, x0)
             x = alpha[i + 1] * x0 + (sigma[i + 1] ** 2 - std[i] ** 2).sqrt() * direction

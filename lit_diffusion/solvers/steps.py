@@ -130,12 +130,13 @@ def level_of(process: Process, t: Tensor) -> Tensor:
     return sigma / alpha
 
 
-def batch_of(t: Tensor, x: Tensor) -> Tensor:
+def batch_of(t: Tensor, x: Tensor, until: Tensor | None = None) -> Tensor:
     """Repeat a time t (a scalar on the CPU) for each of B images x, as a tensor on their device.
 
     The function fills a new tensor on the device instead of copying t, because the host would have
     to wait for the copy. The result has an attribute `time`, which is the time as a Python number.
-    Code on the host can read this number without synchronizing with the device.
+    Code on the host can read this number without synchronizing with the device. The attribute
+    `until` is the time at which a deterministic step from t ends, for `MeanFlow`; else None.
 
     Example:
         >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))
@@ -143,6 +144,7 @@ def batch_of(t: Tensor, x: Tensor) -> Tensor:
     """
     batch = torch.full((len(x),), float(t), dtype=t.dtype, device=x.device)
     batch.time = float(t)  # type: ignore[attr-defined]
+    batch.until = None if until is None else float(until)  # type: ignore[attr-defined]
     return batch
 
 

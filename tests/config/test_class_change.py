@@ -6,9 +6,11 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import OptimizerCallable
 from support.tiny_run import spec
+from torch import nn
 
 from lit_diffusion.config.trust import allow_class_paths
 from lit_diffusion.grids import Karras, LogSNR
+from lit_diffusion.networks.layers import TwoTimesMLP
 from lit_diffusion.processes import DiscreteVP, LinearBetas
 from lit_diffusion.protocols import Process, Solver
 from lit_diffusion.solvers import DDIM, DPMSolverPP, Heun
@@ -56,6 +58,13 @@ def build(kind: object, specs: list, as_files: bool, folder) -> object:
 )
 def test_only_arguments_of_the_same_class_stay(tmp_path, kind, specs, expected, as_files):
     assert repr(build(kind, specs, as_files, tmp_path)) == repr(expected)
+
+
+def test_arguments_of_a_module_stay_for_its_subclass(tmp_path):
+    names = (f"lit_diffusion.networks.layers.{name}" for name in ("TimestepMLP", "TwoTimesMLP"))
+    specs = [spec(next(names), dim=8, width=4), spec(next(names), width=6)]
+    module = build(nn.Module, specs, True, tmp_path)
+    assert repr(module) == repr(TwoTimesMLP(dim=8, width=6))
 
 
 def test_a_factory_is_a_class_too(tmp_path):
