@@ -361,7 +361,7 @@ class Sweep:
     """Runs all planned runs to completion, at most `at_once` in parallel.
 
     Attributes:
-        saved: whether a signal made a fit save a checkpoint and end. Then no further run is
+        saved: whether a signal made a fit save a checkpoint and end. If so, no further run is
             started.
     """
 
