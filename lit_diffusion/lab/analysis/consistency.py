@@ -88,7 +88,7 @@ def measure_consistency(
             output are uint8 (N, C, H, W).
         features_of: function that takes images, uint8 (N, C, H, W), and returns their features (N,
             F).
-        labels: (N,) classes of the seeds.
+        labels: (N,) class of the images of each seed.
 
     Example:
         >>> images = torch.randint(256, (1, 4, 1, 8, 8), dtype=torch.uint8)

@@ -90,8 +90,7 @@ class HiddenFeatures:
     """Features of a hidden layer, which can be permuted without changing the output.
 
     Args:
-        axes: all tensors and dimensions in which the index of a feature is the position along the
-            dimension.
+        axes: all dimensions of tensors along which each position belongs to one of these features.
         groups: number of groups of the group norm on these features. A permutation may reorder the
             features within a group, and may reorder whole groups.
     """

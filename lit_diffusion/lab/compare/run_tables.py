@@ -149,7 +149,7 @@ FIDsByWidth = Mapping[float, float]
 
 
 def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
-    """Compare last FIDs, with the best width of the EMA for each arm (`evaluate --ema`).
+    """Make a table of last FIDs with the best EMA width of each arm, from `evaluate --ema`.
 
     Returns:
         The table, and notes on arms whose FIDs were measured differently or are missing. (None, [])
