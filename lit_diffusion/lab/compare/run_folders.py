@@ -297,8 +297,8 @@ def differing_settings(
 def flatten_config(config: Any, name: str = "") -> dict[str, Any]:
     """Convert a nested config to a dictionary with dotted names, such as `optimizer.lr`.
 
-    In these names, an object in a list has the name of its class. A second object of the same class
-    in a list has the name `Class#2`.
+    In a dotted name, an object in a list has the name of its class. A second object of the same
+    class in a list has the name `Class#2`.
 
     Example:
         >>> flatten_config({"optimizer": {"class_path": "torch.Adam", "init_args": {"lr": 0.1}}})
