@@ -279,14 +279,18 @@ class ContrastCorrection:
     term. The formula holds if the target is linear in x0 and noise, as the targets of all classes
     in this file are.
 
+    Conversely, the weight `-w / (1 - w)` adds the bias of `ContrastiveFlow(w)` to a model that was
+    trained without the contrastive term. This is a control: it shows how much of the effect of
+    `ContrastiveFlow` is the bias of its samples.
+
     Args:
         base: the parameterization with which the network was trained.
-        weight: weight of the `ContrastiveFlow`.
+        weight: weight of the `ContrastiveFlow`, or the negative weight above.
         mean: mean of x0 over the training images: a number, or nested lists that broadcast against
             (C, H, W). It does not matter if `base` is `Epsilon`.
 
     Raises:
-        ValueError: unless 0 < weight < 1.
+        ValueError: if weight >= 1, or if it is 0 or not finite.
 
     Source: Stoica et al. 2025 (Contrastive Flow Matching, arXiv 2506.05350), whose authors apply
         this correction for sampling with guidance.
@@ -308,8 +312,8 @@ class ContrastCorrection:
     mean: float | list[list[list[float]]] = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.weight < 1:
-            raise ValueError(f"0 < weight < 1 must hold, got {self.weight}.")
+        if not -math.inf < self.weight < 1 or self.weight == 0:
+            raise ValueError(f"weight must be below 1 and not 0, got {self.weight}.")
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Return the network input of the base."""

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lit_diffusion.auxiliary_losses.features import BlockFeatures
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.protocols import NoisedBatch
+from lit_diffusion.timesteps import bin_of
 
 
 class ContrastiveFlow:
@@ -16,8 +17,8 @@ class ContrastiveFlow:
     The term has the opposite sign of the training loss. `other_target` is the target that another
     image of the batch, with its own noise, would have at the same t. The other image is drawn
     uniformly from the other images of the batch on one device. It may have the same label. W is the
-    weighting of the training loss. Use the term with `DenoisingLoss` or `HybridLoss`, because
-    `UncertaintyLoss` changes the weight of the training loss during training.
+    weight of the training loss, including `timestep_weight`. Use the term with `DenoisingLoss` or
+    `HybridLoss`, because `UncertaintyLoss` changes the weight of the training loss during training.
 
     The term biases the model. At the optimum, with the mean target E[target] over all images at
     time t, the network outputs
@@ -63,16 +64,11 @@ class ContrastiveFlow:
             batch: the images, noise and times of the forward pass.
 
         Raises:
-            ValueError: if the batch has only one image, or if `module.timestep_weight` is not None.
+            ValueError: if the batch has only one image.
         """
         x0, noise = batch.x0, batch.noise
         if len(x0) < 2:
             raise ValueError("ContrastiveFlow needs at least 2 images per device, got 1.")
-        if module.timestep_weight is not None:
-            raise ValueError(
-                "ContrastiveFlow does not support timestep_weight, which would weight the training "
-                "loss but not the contrastive term: remove the callback that sets it."
-            )
         output = self.output.take()[:, : x0.shape[1]].to(x0.dtype)  # without learned variance
         shift = torch.randint(1, len(x0), (len(x0),), device=x0.device)
         other = (torch.arange(len(x0), device=x0.device) + shift) % len(x0)
@@ -84,4 +80,7 @@ class ContrastiveFlow:
         weight: Tensor = module.loss.weighting.weight(
             alpha, sigma, output_scale, module.global_step
         )
+        if module.timestep_weight is not None:
+            factors = module.timestep_weight.to(weight.device)
+            weight = weight * factors[bin_of(batch.u, len(factors))]
         return -self.weight * (weight.to(error.dtype) * error).mean()

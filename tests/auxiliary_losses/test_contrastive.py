@@ -230,21 +230,43 @@ def test_it_trains_the_network_through_its_output(compiled):
     assert recorded.abs().sum() > 0
 
 
+@pytest.mark.parametrize("parameterization", EVERY, ids=repr)
+def test_a_negative_weight_is_the_inverse_of_the_correction(parameterization):
+    alpha, sigma = torch.tensor(0.8).double(), torch.tensor(0.6).double()
+    target, x_t, mean = Z((2, 3, 4, 4), 1), Z((2, 3, 4, 4), 2), PIX((3, 4, 4), 3)
+    mean_target = parameterization.target(mean, 0 * mean, alpha, sigma)
+    biased = (target - 0.05 * mean_target) / 0.95
+    bias = ContrastCorrection(parameterization, -0.05 / 0.95, mean.tolist())
+    expected = parameterization.to_x0(biased, x_t, alpha, sigma)
+    close(bias.to_x0(target, x_t, alpha, sigma), expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("weight", [0.0, 1.0, -0.1])
 def test_the_weight_is_between_0_and_1(weight):
-    message = f"0 < weight < 1 must hold, got {weight}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"0 < weight < 1 must hold, got {weight}"):
         ContrastiveFlow(weight)
-    with pytest.raises(ValueError, match=message):
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0, -torch.inf, torch.nan])
+def test_the_weight_of_the_correction_is_below_1(weight):
+    with pytest.raises(ValueError, match=f"weight must be below 1 and not 0, got {weight}"):
         ContrastCorrection(Velocity(), weight)
 
 
-def test_batches_of_one_image_and_weights_of_times_are_refused():
+def test_weights_of_times_are_those_of_the_training_loss():
+    """With the same target for all images, the term is the training loss times minus the weight."""
+    x0, noise = (part[:1].expand(SHAPE) for part in (PIX(SHAPE, 1).float(), Z(SHAPE, 2).float()))
+    u = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9]).double()
+    loss = ContrastiveFlow(0.1)
+    module = tiny_diffusion(network=FixedOutput(Z(SHAPE, 3).float()), auxiliary_loss=loss)
+    module.timestep_weight = torch.tensor([0.5, 1.0, 4.0])
+    batch = NoisedBatch(x0, None, module.times.quantile(u, module.process), noise, u, None)
+    losses = module.per_sample_loss(*batch[:4])
+    expected = (losses * torch.tensor([0.5, 0.5, 1.0, 4.0, 4.0])).mean()
+    torch.testing.assert_close(loss.compute(module, batch), -0.1 * expected)
+
+
+def test_batches_of_one_image_are_refused():
     batch = noised_batch(tiny_diffusion(), 1)
     with pytest.raises(ValueError, match="needs at least 2 images per device, got 1"):
         term_of(torch.zeros(1, 1, 8, 8), batch)
-    loss = ContrastiveFlow()
-    module = tiny_diffusion(auxiliary_loss=loss)
-    module.timestep_weight = torch.ones(4)
-    with pytest.raises(ValueError, match=r"not support timestep_weight.*: remove the callback"):
-        loss.compute(module, noised_batch(module))
