@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from support.plain_module import make_trainer
 from support.resuming import Recipe, assert_undisturbed
 from torch import nn
 
@@ -362,3 +364,12 @@ def test_a_fit_learns_to_sample_in_one_step():
 def test_mistakes_are_explained(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**{"network": GaussianFlow(), **changes})
+
+
+def test_a_strategy_that_splits_weights_is_explained(tmp_path):
+    module = make(GaussianFlow())
+    module.trainer = make_trainer(tmp_path)
+    module.configure_model()
+    module.trainer._accelerator_connector.strategy = ModelParallelStrategy()
+    with pytest.raises(ValueError, match="forward mode.*; use strategy='ddp'"):
+        module.configure_model()
