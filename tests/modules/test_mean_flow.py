@@ -371,5 +371,5 @@ def test_a_strategy_that_splits_weights_is_explained(tmp_path):
     module.trainer = make_trainer(tmp_path)
     module.configure_model()
     module.trainer._accelerator_connector.strategy = ModelParallelStrategy()
-    with pytest.raises(ValueError, match="forward mode.*; use strategy='ddp'"):
+    with pytest.raises(ValueError, match=r"forward mode.*; use strategy='ddp'"):
         module.configure_model()
