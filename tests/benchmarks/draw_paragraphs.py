@@ -3,8 +3,8 @@
     python tests/benchmarks/draw_paragraphs.py SEED [NUM]
 
 Half are paragraphs and list items of README, CONTRIBUTING and docs/, half are of public docstrings
-in lit_diffusion/ and callbacks/. Tables, code, headings and directives are left out. The same
-commit and seed give the same paragraphs.
+in lit_diffusion/ and callbacks/. Tables, code, headings, formulas and directives are left out. The
+same commit and seed give the same paragraphs.
 """
 
 import ast
@@ -23,7 +23,7 @@ def paragraphs(text: str) -> Iterator[str]:
     """Paragraphs and list items of a text without its code, tables and headings."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", text):
-        if len(block) >= MIN_LENGTH and not re.match(r"\s*(\||#|!\[|    |>>>|<|---|:::)", block):
+        if len(block) >= MIN_LENGTH and not re.match(r"\s*(\||#|!\[|    |>>>|<|---|:::|\$\$)", block):
             yield block.strip("\n")
 
 
