@@ -20,8 +20,8 @@ class MuonAdamW(Optimizer):
         W <- (1 - lr * weight_decay) * W - lr * scale * O
 
     `torch.optim.Muon` computes the update. It updates a convolution kernel (out, in, kh, kw) as the
-    matrix (out, in * kh * kw), in any memory format. The weight of a layer that computes queries,
-    keys and values together is one matrix.
+    matrix (out, in * kh * kw), in any memory format. If one layer computes queries, keys and
+    values, Muon updates its weight as one matrix and not as three.
 
     A hidden layer is a layer in a block of the network. The attribute `block_names` of a network
     lists its blocks. If the blocks begin with a convolution of the images, as in a U-Net, this

@@ -75,7 +75,7 @@ If a GPU runs out of memory, halve `batch_size`. If samples stay blurred, train 
 
 def build_parser() -> Parser:
     """Build the argument parser of the command."""
-    methods = sorted(file.stem for file in (shipped_configs() / "methods").glob("*.yaml"))
+    methods = method_names()
     parser = Parser(
         "init",
         """Write DIR/config.yaml, with comments, and DIR/README.md, to train on a folder of images.
@@ -193,6 +193,12 @@ def _leads_back(path: Path) -> bool:
     """Whether a folder is a link to a folder that contains it."""
     target = path.resolve()
     return path.is_symlink() and any(p.resolve().is_relative_to(target) for p in path.parents)
+
+
+def method_names() -> list[str]:
+    """List the methods of configs/methods that `init` offers: all that train a DiffusionModule."""
+    files = sorted((shipped_configs() / "methods").glob("*.yaml"))
+    return [file.stem for file in files if not re.search("^  class_path", file.read_text(), re.M)]
 
 
 def build_config(

@@ -152,8 +152,8 @@ def apply_callback_options(
     The dicts are changed in place. The returned list lacks the callbacks that options remove.
 
     Raises:
-        ValueError: if the config has no callback or several callbacks of the class that an option
-            names, or if the value cannot be set.
+        ValueError: if the config does not have exactly one callback of the class that an option
+            names, or if the value of the option cannot be set.
     """
     callbacks = list(callbacks)
     for name, argument, text in options:

@@ -80,8 +80,8 @@ def read_command_line(argv: Sequence[str]) -> Request:
 
     Raises:
         FileNotFoundError: if the file of --ckpt_path does not exist.
-        ValueError: if a config is not a YAML mapping, or if an option lacks its value or names a
-            pipe or device.
+        ValueError: if a config is not a YAML mapping, if an option lacks its value, or if the path
+            in an option is not a regular file.
     """
     command = argv[0]
     parser = Parser(command, add_help=False)

@@ -288,11 +288,11 @@ class DiffusionModule(LightningModule):
 
         The loss is the mean of `w(u) * W(t) * mean((target - network(x_t, t))**2)` over the images
         x0 of the batch, with `x_t = alpha(t) * x0 + sigma(t) * noise`. Each image has its own
-        standard normal noise and its own u, which is drawn from `timestep_density`. The
-        distribution `times` maps u to the time t. The target is defined by the parameterization, W
-        is the weighting of the loss, and w is `timestep_weight`. A loss that learns the variance
-        adds a term, and so does `auxiliary_loss`. If there is a `coupling`, it assigns the noise of
-        the batch to the images of the batch.
+        standard normal noise and its own u, which is drawn from `timestep_density`. The time t is
+        the quantile of the distribution `times` at u. The target is defined by the
+        parameterization, W is the weighting of the loss, and w is `timestep_weight`. A loss that
+        learns the variance adds a term, and so does `auxiliary_loss`. If there is a `coupling`, it
+        assigns the noise of the batch to the images of the batch.
 
         Returns:
             A dictionary with the "loss". For callbacks, it also contains "u", "t" and

@@ -483,12 +483,14 @@ class UNet(_Encoder):
         dropout: dropout probability in every ResBlock.
         num_classes: short form of `condition=Classes(num_classes)`.
         condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
-            `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition.
+            `WordIds` of `networks.conditions`. If it and `num_classes` are None, the network is
+            unconditional.
         scale_shift_norm: whether the embedding of noise level and condition scales and shifts the
             output of the second norm of a ResBlock. If False, it is added to the input of the norm.
         resblock_updown: whether ResBlocks change the resolution. If False, convolutions do.
-        split_heads_first: order of the features of queries, keys and values in a checkpoint, as in
-            `layers.self_attention`. If you train from scratch, the order does not matter.
+        split_heads_first: whether attention splits its features into heads first, and then into
+            queries, keys and values. If False, the order is reversed. A checkpoint needs the order
+            with which it was trained. If you train from scratch, the order does not matter.
         norm_groups: number of groups in every group norm, which must divide the width of every
             level. Published models have 32 groups. Groups of a single channel are slow on a CPU in
             channels_last format.
@@ -585,8 +587,9 @@ class UNet(_Encoder):
             noise_label: (B,) noise level of each image, encoded by `Process.noise_label`, such as a
                 time step, which may be fractional. The dtype is float32 or float64 even if x is
                 bfloat16, because bfloat16 cannot represent 999.
-            condition: condition of the images, of the network's kind. For `Classes`, it is labels
-                (B,) int64, with -1 for no class. None means that no image has a condition.
+            condition: condition of the images, of the type that this network accepts. For
+                `Classes`, it is labels (B,) int64, with -1 for no class. None means that no image
+                has a condition.
 
         Returns:
             (B, out_channels, H, W) in the dtype of the weights.

@@ -188,8 +188,9 @@ class UViT(nn.Module):
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise level of each image, encoded by `Process.noise_label`, in
                 float32 or float64.
-            condition: condition of the images, of the network's kind. For `Classes`, it is labels
-                (B,) int64, with -1 for no class. None means that no image has a condition.
+            condition: condition of the images, of the type that this network accepts. For
+                `Classes`, it is labels (B,) int64, with -1 for no class. None means that no image
+                has a condition.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.

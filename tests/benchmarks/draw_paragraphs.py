@@ -23,7 +23,8 @@ def paragraphs(text: str) -> Iterator[str]:
     """Paragraphs and list items of a text without its code, tables and headings."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", text):
-        if len(block) >= MIN_LENGTH and not re.match(r"\s*(\||#|!\[|    |>>>|<|---|:::|\$\$)", block):
+        is_prose = not re.match(r"\s*(\||#|!\[|    |>>>|<|---|:::|\$\$)", block)
+        if is_prose and len(block) >= MIN_LENGTH:
             yield block.strip("\n")
 
 

@@ -10,7 +10,7 @@ from support.commands import call
 from support.pictures import class_folders, save
 
 from lit_diffusion.cli import init
-from lit_diffusion.cli.init import build_config
+from lit_diffusion.cli.init import build_config, method_names
 from lit_diffusion.cli.main import main
 from lit_diffusion.config.shipped import shipped_configs
 from lit_diffusion.data import image_folder
@@ -70,7 +70,7 @@ def test_a_folder_without_classes_trains_from_anywhere_and_scores_with_fid(folde
     assert (folder / "photos/run/evaluations.jsonl").exists()
 
 
-@pytest.mark.parametrize("method", [None, *(p.stem for p in shipped_configs().glob("methods/*"))])
+@pytest.mark.parametrize("method", [None, *method_names()])
 def test_the_config_is_that_of_the_method_and_keeps_the_rest(method):
     small = yaml.safe_load((shipped_configs() / "folder-small.yaml").read_text())["model"]
     text = build_config(Path("a: b"), Path("c #d"), 1000, 32, False, method or "velocity")
