@@ -1,76 +1,136 @@
-"""Table of docs/results/paper-at-its-regime.md: regime_table.py docs/results/regime-LR.csv ...
+"""Tables of docs/results/paper-at-its-regime.md.
 
-For each learning rate and each pair of arms, the table has the FID of the arm divided by the FID of
-its control, after a fifth of the steps and at the end. Each ratio is a geometric mean over seeds
-with its 95% interval (paired t test on log FID). The p-values of the three primary pairs are
-corrected with Holm's method, per lr and column. Two arms are equivalent if the 90% interval of
-their ratio lies between 0.95 and 1.05.
+    python tests/benchmarks/regime_table.py docs/results/regime-*.csv
+    python tests/benchmarks/regime_table.py docs/results/cifar10-pilot-*.csv
+
+The name of each file ends in its learning rate. For each learning rate and each pair of arms, the
+table has the FID of the arm divided by the FID of its control, after a fifth of the steps and at
+the end, and the same ratio for the held-out FID at the end. Each ratio is a geometric mean over
+seeds with its 95% interval (paired t test on the logarithm). The p-values of FID are corrected with
+Holm's method for the three primary pairs of a column. A pair that cannot be tested counts as p = 1.
 """
 
 import math
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 
 from arms_table import print_table
 from scipy.stats import ttest_rel
 
 from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
-from lit_diffusion.lab.compare.statistics import holm, paired, shared_seeds
+from lit_diffusion.lab.compare.statistics import TTest, holm, paired, shared_seeds
 from lit_diffusion.lab.compare.tables import format_p
 
-CLTS = "clts-target-1500"
-PRIMARY = [(f"mdlrc+{CLTS}", "baseline"), ("mdlrc", "lr-decay"), (CLTS, "baseline")]
-OTHERS = [("min-snr", "baseline"), ("lr-decay", "beta1-0.8"), ("beta1-0.8", "baseline")]
+CLTS = ("clts-target-1500", "clts")
+"""Names of the arm with CLTS alone, in the two studies."""
+
 MARGIN = 0.05
 
-
-def log_fid(curve: Curve, step: float) -> float:
-    """Log FID after `step` steps; at the end, of the geometric mean over all sets of samples."""
-    sets = curve.repeats if step == curve.steps[-1] else ()
-    return math.log(geometric_mean([curve.fids[curve.steps.index(step)], *sets]))
+Measure = Callable[[Curve], float]
+Logs = list[tuple[float, float]]
 
 
-def logs(arm: Arm, control: Arm, part: float) -> list[tuple[float, float]]:
-    """Log FIDs of both arms for each seed that both have, after a part of the steps."""
-    pairs = shared_seeds(arm, control)
-    return [tuple(log_fid(c, part * c.steps[-1]) for c in pair) for pair in pairs]
+def fid_after(part: float) -> Measure:
+    """FID after a part of the steps; at the end, the geometric mean over all sets of samples."""
+
+    def fid(curve: Curve) -> float:
+        step = part * curve.steps[-1]
+        sets = curve.repeats if part == 1 else ()
+        return geometric_mean([curve.fids[curve.steps.index(step)], *sets])
+
+    return fid
 
 
-def cell(values: list[tuple[float, float]], p: float | None) -> str:
-    first, second = zip(*values, strict=True)
-    test = paired(first, second)
-    if test is None:
-        return f"{math.exp(first[0] - second[0]):.2f}" if len(values) == 1 else "-"
-    ratio, low, high = (math.exp(x) for x in (test.difference, test.low, test.high))
-    narrow = ttest_rel(first, second).confidence_interval(1 - 2 * MARGIN)
+def at_end(name: str) -> Measure:
+    """Another metric of the last evaluation's samples."""
+    return lambda curve: curve.other_metrics[-1].get(name, math.nan)
+
+
+MEASURES = {
+    "FID after 20%": fid_after(0.2),
+    "FID at the end": fid_after(1),
+    "held-out FID at the end": at_end("held-out"),
+}
+
+
+def logs(arm: Arm, control: Arm, measure: Measure) -> Logs:
+    """Logarithms of a measure of both arms, for each seed that both have."""
+    pairs = [(measure(a), measure(b)) for a, b in shared_seeds(arm, control)]
+    return [(math.log(a), math.log(b)) for a, b in pairs]
+
+
+def test(values: Logs) -> TTest | None:
+    """Paired t test; None if there are fewer than two seeds, or a run has no finite FID."""
+    if len(values) < 2 or not all(math.isfinite(x) for pair in values for x in pair):
+        return None
+    return paired(*zip(*values, strict=True))
+
+
+def cell(values: Logs, p: float | None) -> str:
+    if broken := sum(not math.isfinite(a) for a, _ in values):
+        return f"diverged ({broken} of {len(values)} seeds)"
+    result = test(values)
+    if result is None:
+        return f"{math.exp(fmean(a - b for a, b in values)):.2f}" if values else "-"
+    ratio, low, high = (math.exp(x) for x in (result.difference, result.low, result.high))
+    narrow = ttest_rel(*zip(*values, strict=True)).confidence_interval(1 - 2 * MARGIN)
     equivalent = math.log(1 - MARGIN) < narrow.low and narrow.high < math.log(1 + MARGIN)
-    text = f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
-    text += "" if p is None else f", p {format_p(p)}"
+    text = f"{ratio:.2f} [{low:.2f}, {high:.2f}]" + ("" if p is None else f", p {format_p(p)}")
     return text + (", equivalent" if equivalent else "")
 
 
-def rows(arms: dict[str, Arm], lr: str) -> list[list[str]]:
-    found = [
-        (arms[a], arms[b], (a, b) in PRIMARY)
-        for a, b in PRIMARY + OTHERS
-        if a in arms and b in arms
-    ]
-    columns = []
-    for part in (0.2, 1.0):
-        values = [logs(a, b, part) for a, b, _ in found]
-        tests = [paired(*zip(*each, strict=True)) for each in values]
-        ps = holm([t and t.p for t, (*_, main) in zip(tests, found, strict=True) if main])
-        ps += [None] * (len(found) - len(ps))
-        columns.append([cell(v, p) for v, p in zip(values, ps, strict=True)])
+def rows(lr: str, arms: dict[str, Arm]) -> list[list[str]]:
+    clts = next(name for name in CLTS if name in arms)
+    primary = [(f"mdlrc+{clts}", "baseline"), ("mdlrc", "lr-decay"), (clts, "baseline")]
+    others = [("min-snr", "baseline"), ("lr-decay", "beta1-0.8"), ("beta1-0.8", "baseline")]
+    columns = {}
+    for name, measure in MEASURES.items():
+        values = {
+            pair: logs(arms[pair[0]], arms[pair[1]], measure) if arms.keys() >= {*pair} else []
+            for pair in primary + others
+        }
+        tests = [test(values[pair]) for pair in primary]
+        ps = dict(zip(primary, holm([each and each.p for each in tests]), strict=True))
+        if "held-out" in name:  # a secondary measure, whose interval must agree
+            ps = {}
+        columns[name] = {pair: cell(values[pair], ps.get(pair)) for pair in values}
     return [
-        [lr, a.name, b.name, str(len(shared_seeds(a, b))), *cells]
-        for (a, b, _), *cells in zip(found, *columns, strict=True)
+        [lr, a, b, str(len(shared_seeds(arms[a], arms[b]))), *(c[a, b] for c in columns.values())]
+        for a, b in primary + others
+        if arms.keys() >= {a, b}
     ]
+
+
+def decisions(lr: str, arms: dict[str, Arm]) -> str:
+    """Corrected p-values of the three tests of the plan: (a) after 20%, (b) and (c) at the end."""
+    clts = next(name for name in CLTS if name in arms)
+    early, late = fid_after(0.2), fid_after(1)
+    pairs = {"(a)": (f"mdlrc+{clts}", "baseline", early), "(b)": ("mdlrc", "lr-decay", late)}
+    pairs["(c)"] = (clts, "baseline", late)
+    tests = [
+        test(logs(arms[a], arms[b], measure)) if arms.keys() >= {a, b} else None
+        for a, b, measure in pairs.values()
+    ]
+    ps = holm([each and each.p for each in tests])
+    texts = [f"{name} p {format_p(p)}" for name, p in zip(pairs, ps, strict=True)]
+    return f"Decisions at an lr of {lr}: {', '.join(texts)}."
+
+
+def memorized(lr: str, arm: Arm) -> list[str]:
+    fractions = [at_end("memorized")(curve) for curve in arm.curves]
+    return [lr, arm.name, str(len(fractions)), f"{fmean(fractions):.2f}"]
 
 
 if __name__ == "__main__":
-    heads = ["lr", "arm", "its control", "seeds", "after 20%", "at the end"]
-    studies = {Path(f).stem.removeprefix("regime-"): read_arms([f]) for f in sys.argv[1:]}
-    tables = [rows({arm.name: arm for arm in arms}, lr) for lr, arms in studies.items()]
-    print_table(heads, [row for table in tables for row in table])
+    studies = {re.split("regime-|pilot-", Path(file).stem)[1]: file for file in sys.argv[1:]}
+    arms = {lr: {arm.name: arm for arm in read_arms([file])} for lr, file in studies.items()}
+    heads = ["lr", "arm", "its control", "seeds", *MEASURES]
+    print_table(heads, [row for lr, each in arms.items() for row in rows(lr, each)])
+    print()
+    heads = ["lr", "arm", "seeds", "memorized samples at the end"]
+    print_table(heads, [memorized(lr, arm) for lr, each in arms.items() for arm in each.values()])
+    print()
+    print("\n".join(decisions(lr, each) for lr, each in arms.items()))

@@ -49,7 +49,8 @@ def paired(first: Sequence[float], second: Sequence[float]) -> TTest | None:
     """Run a paired t test for the mean difference of two samples, with scipy's `ttest_rel`.
 
     Returns:
-        The result; None if there are fewer than two pairs, or if all differences are equal.
+        The result; None if there are fewer than two pairs, if a value is not finite, or if all
+        differences are equal.
 
     Source: Student 1908, "The probable error of a mean".
 
@@ -58,7 +59,8 @@ def paired(first: Sequence[float], second: Sequence[float]) -> TTest | None:
         -1.1666666666666667
     """
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    if len(differences) < 2 or stdev(differences) < 1e-12:  # equal up to rounding
+    is_finite = all(map(math.isfinite, differences))
+    if len(differences) < 2 or not is_finite or stdev(differences) < 1e-12:  # equal up to rounding
         return None
     return _to_ttest(ttest_rel(first, second), fmean(differences))
 

@@ -1,13 +1,13 @@
 """Run as many runs of the CIFAR-10 pilot as fit into the minutes of a GPU.
 
-    python tests/benchmarks/gpu/pilot.py --minutes 13 --csv docs/results/cifar10-pilot.csv
+    python tests/benchmarks/gpu/pilot.py --minutes 13 --csv docs/results
 
 The pilot trains configs/cifar10-small.yaml with four arms, three seeds and two learning rates. The
-script starts the runs that the CSV file lacks, one after the other and in a fixed order, as long as
-the last run's duration fits into the time that is left. When a run has finished, its FIDs are
-appended to the CSV file, so the next call continues with the next run, on any machine. Checkpoints
-of unfinished runs are not kept. Each row names the device and the extractor of its FIDs; a file
-made with one extractor is not continued with another.
+script starts the runs that the CSV files lack, one after the other and in a fixed order, as long as
+the duration of the longest run fits into the time that is left. When a run has finished, its FIDs
+are appended to cifar10-pilot-LR.csv in the folder --csv, so the next call continues with the next
+run, on any machine. Checkpoints of unfinished runs are not kept. Each row names the device and the
+extractor of its FIDs; files made with one extractor are not continued with another.
 
 The images must be in data/cifar10/train and data/cifar10/test. FID uses the features of
 cifar10-jpeg-cnn.safetensors, which `lit-diffusion train-extractor` trained on images that were
@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from lit_diffusion.cli.loggers import read_evaluations
+from lit_diffusion.lab.compare.curves import OTHER_METRICS
 from lit_diffusion.lab.compare.sweep import PlannedRun, plan_sweep
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -34,7 +35,7 @@ EXTRACTOR = Path(__file__).with_name("cifar10-jpeg-cnn.safetensors")
 ARMS = ["lr-decay", "mdlrc", "cifar10-small/clts"]
 SEEDS = [0, 1, 2]
 LRS = ["1e-4", "5e-4"]
-COLUMNS = ["lr", "arm", "seed", "step", "repeat", "fid", "seconds", "device", "extractor"]
+COLUMNS = ["arm", "seed", "step", "repeat", "fid", *OTHER_METRICS, "seconds", "device", "extractor"]
 
 
 def runs(out: Path, options: list[str]) -> Iterator[tuple[str, PlannedRun]]:
@@ -55,7 +56,8 @@ def evaluations(run: PlannedRun) -> Iterator[dict[str, object]]:
     """One row per FID of a finished run; repeats have other sampling seeds."""
     for record in read_evaluations(run.folder / "evaluations.jsonl"):
         repeat = record["seeds"][0] // record["num_fake"]
-        yield {"step": record["step"], "repeat": repeat, "fid": record["value"]}
+        others = {name: record["second_look"].get(name) for name in OTHER_METRICS}
+        yield {"step": record["step"], "repeat": repeat, "fid": record["value"]} | others
 
 
 def main() -> None:
@@ -66,7 +68,9 @@ def main() -> None:
     args, options = parser.parse_known_args()
     end = time.monotonic() + 60 * args.minutes
     extractor = hashlib.sha256(EXTRACTOR.read_bytes()).hexdigest()[:16]
-    rows = list(csv.DictReader(args.csv.open())) if args.csv.exists() else []
+    files = {lr: args.csv / f"cifar10-pilot-{lr}.csv" for lr in LRS}
+    tables = {lr: csv.DictReader(f.open()) if f.exists() else [] for lr, f in files.items()}
+    rows = [row | {"lr": lr} for lr, table in tables.items() for row in table]
     if others := {row["extractor"] for row in rows} - {extractor}:
         sys.exit(f"{args.csv} has FIDs of another extractor ({others.pop()}, not {extractor}).")
     finished = {(row["lr"], row["arm"], row["seed"]) for row in rows}
@@ -82,9 +86,9 @@ def main() -> None:
         subprocess.run(run.command, check=True)
         seconds = time.monotonic() - start
         longest = max(longest, seconds)
-        fixed = {"lr": lr, "arm": run.arm, "seed": run.seed, "seconds": round(seconds, 1)}
+        fixed = {"arm": run.arm, "seed": run.seed, "seconds": round(seconds, 1)}
         fixed |= {"device": device, "extractor": extractor}
-        with args.csv.open("a", newline="") as file:
+        with files[lr].open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if file.tell() == 0:
                 writer.writeheader()

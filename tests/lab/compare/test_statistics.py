@@ -63,6 +63,7 @@ def test_one_value_or_no_spread_at_all_leaves_no_test():
     assert welch([1.0, 1.0], [2.0, 2.0]) is None
     assert paired([2.0], [1.0]) is None
     assert paired([], []) is None
+    assert paired([1.0, math.nan, 2.0], [0.5, 0.7, 0.9]) is None  # a run that diverged
     assert paired([0.3, 2.1, 3.3], [0.1, 1.9, 3.1]) is None  # equal but for rounding
 
 
