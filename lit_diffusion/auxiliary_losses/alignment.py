@@ -32,15 +32,16 @@ class RepresentationAlignment(nn.Module):
     If block and teacher have grids of different sizes, the projected features of the block are
     interpolated bilinearly to the grid of the teacher.
 
-    The projector has PyTorch's default initialization; the code of the authors of REPA and SRA uses
-    Xavier's. Because the projector is trained outside of the network, `ModelParallelStrategy` is
-    not supported.
+    The projector has PyTorch's default initialization, whereas the code of the authors of REPA and
+    SRA uses Xavier initialization. Because the projector is not a part of the network,
+    `ModelParallelStrategy` is not supported.
 
     Args:
         block: name of the block in the network, such as "blocks.7". REPA uses the eighth block of
-            SiT-XL, which has 28.
+            SiT-XL, which has 28 blocks.
         width: number of features of the block at each position.
-        teacher: teacher, a `PretrainedEncoder`, a `SelfTeacher`, or another `protocols.Teacher`.
+        teacher: object that computes the features to predict: a `PretrainedEncoder`, a
+            `SelfTeacher`, or another `protocols.Teacher`.
         hidden: number of features of each hidden layer of the projector. SiLU follows each hidden
             layer.
         distance: "cosine" for the negative cosine similarity, or "smooth_l1" for the smooth L1
@@ -48,12 +49,12 @@ class RepresentationAlignment(nn.Module):
             the code of the authors of SRA.
         weight: factor on the loss.
         until_step: number of optimizer steps after which the term is 0 and the teacher does not
-            run any more; None for the whole run. The code of the authors of HASTE stops SiT-XL on
-            ImageNet at step 250,000.
+            run any more. None uses the term in the whole run. The code of the authors of HASTE
+            stops the term at step 250,000, for SiT-XL on ImageNet.
 
     Raises:
-        ValueError: if an argument is out of range. In training, if `width` is not the number of
-            features of the block.
+        ValueError: if an argument is out of range. In training, also if `width` is not the number
+            of features of the block.
 
     Source: Yu et al. 2024 (REPA, arXiv 2410.06940), section 3; Jiang et al. 2025 (SRA, arXiv
         2505.02831); Wang et al. 2025 (HASTE, arXiv 2505.16792) for `until_step`.
@@ -97,7 +98,7 @@ class RepresentationAlignment(nn.Module):
         """Prepare the teacher, and register a forward hook on the block.
 
         Raises:
-            ValueError: if the network lacks the block, or the teacher does not fit the network.
+            ValueError: if the network lacks the block, or if the teacher does not fit the network.
         """
         self.teacher.attach(network)  # first, because a teacher may copy the network
         self.features.attach(network)

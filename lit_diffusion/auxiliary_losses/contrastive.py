@@ -18,21 +18,23 @@ class ContrastiveFlow:
     image of the batch, with its own noise, would have at the same t. The other image is drawn
     uniformly from the other images of the batch on one device. It may have the same label. W is the
     weight of the training loss, including `timestep_weight`. Use the term with `DenoisingLoss` or
-    `HybridLoss`, because `UncertaintyLoss` changes the weight of the training loss during training.
+    `HybridLoss`. `UncertaintyLoss` also multiplies the squared errors of the training loss by a
+    learned weight, which W does not contain.
 
-    The term biases the model. At the optimum, with the mean target E[target] over all images at
-    time t, the network outputs
+    The term biases the model. At the optimum, the network outputs
 
-        (E[target | x_t, condition] - weight * E[target]) / (1 - weight).
+        (E[target | x_t, condition] - weight * E[target]) / (1 - weight),
 
-    Samples then have less variance than the data. For example, for Gaussian data of standard
-    deviation s < 1, `LinearFlow` and `FlowVelocity`, the samples have the correct mean and the
-    standard deviation `s**(1 / (1 - weight))`. With `Epsilon`, the bias is larger, because
-    `Epsilon.to_x0` divides by alpha, which is close to 0 at high noise levels. To undo the bias in
-    sampling, use `parameterizations.ContrastCorrection`.
+    where E[target] is the mean target over all images at time t.
+    Samples then have less variance than the data. For example, let the data be Gaussian with the
+    standard deviation s < 1. A model with `LinearFlow` and `FlowVelocity` then generates samples
+    with the correct mean and the standard deviation `s**(1 / (1 - weight))`. With `Epsilon`, the
+    bias is larger, because `Epsilon.to_x0` divides by alpha, which is close to 0 at high noise
+    levels. To undo the bias in sampling, use `parameterizations.ContrastCorrection`.
 
     Args:
-        weight: the factor, which the paper calls lambda, in (0, 1). The authors use 0.05.
+        weight: factor on the term, in (0, 1). The paper calls this factor lambda. The authors use
+            0.05.
 
     Raises:
         ValueError: unless 0 < weight < 1.

@@ -20,10 +20,11 @@ CONFIG, WEIGHTS, PREPROCESSING = "config.json", "model.safetensors", "preprocess
 class PretrainedEncoder(nn.Module):
     """Teacher of REPA: a frozen vision transformer, such as DINOv2, that sees the clean images.
 
-    Its features are the tokens of the patches in `last_hidden_state`, after the final layer norm.
-    The encoder gets the images, resized to `image_size` by antialiased bicubic interpolation and
-    normalized by the mean and standard deviation in preprocessor_config.json. Gray images are
-    repeated for each color channel. The encoder sees the same crop and mirroring as the network.
+    The features are the encoder's output for each patch (the patch tokens of `last_hidden_state`,
+    after the final layer norm). The images are resized to `image_size` by antialiased bicubic
+    interpolation, and normalized by the mean and standard deviation in preprocessor_config.json.
+    Gray images are repeated for each color channel. The encoder sees the same crop and mirroring as
+    the network.
 
     The encoder needs images. It works with data modules that return images, with `PixelCodec` or
     with a `VAECodec` that encodes the images in each step. It does not work with latents that were
@@ -39,16 +40,17 @@ class PretrainedEncoder(nn.Module):
         width: number of features of the encoder's tokens. DINOv2-B has 768.
         image_size: height and width to which images are resized, a multiple of the encoder's patch
             size. For images of 256x256 pixels, REPA uses 224, so that the patches of DINOv2 form
-            the same 16x16 grid as those of a DiT on latents with patch_size=2.
+            a 16x16 grid, as the patches of a DiT on latents with patch_size=2 do.
 
     Raises:
         ValueError: if a number is not positive. In the first training step, also if width, image
-            size or data do not fit the encoder, or if a resumed run had other weights.
+            size or data do not fit the encoder, or if a resumed run used different weights of the
+            encoder before.
         FileNotFoundError: in the first training step, if a file is missing.
         ModuleNotFoundError: in the first training step, if transformers is not installed.
 
-    Source: Yu et al. 2024 (REPA, arXiv 2410.06940), section 3. The paper does not state the
-        interpolation.
+    Source: Yu et al. 2024 (REPA, arXiv 2410.06940), section 3. The paper does not state how the
+        images are interpolated.
 
     Example:
         >>> teacher = PretrainedEncoder("data/dinov2-base")

@@ -24,15 +24,16 @@ def _stop(block: nn.Module, inputs: Any, output: Tensor) -> NoReturn:
 class SelfTeacher(nn.Module):
     """Teacher of SRA: the EMA of the network, at a later block and a cleaner time.
 
-    The teacher is a copy of the network, whose weights are an exponential moving average. Each
-    image has the same noise and the same condition for the teacher as for the network, but a lower
-    noise level. If `module.times` computes the time of the network from u, it computes the time of
-    the teacher from `max(u - k, 0)`, with k uniform in [0, max_interval) for each image. With
-    uniform times, this lowers the time by up to `max_interval` of its range, as in the paper. For
-    other distributions of times, k is a difference of quantiles, which is our choice.
+    The teacher is a copy of the network. Its weights are an exponential moving average of the
+    network's weights. Teacher and network get each image with the same noise and the same
+    condition, but the teacher at a lower noise level. The time of the network is the quantile of
+    `module.times` at u. The time of the teacher is the quantile at `max(u - k, 0)`, with k uniform
+    in [0, max_interval) for each image. If times are uniform, k is a difference of times, divided
+    by their range, as in the paper. For other distributions, k is a difference of quantile levels,
+    which is our choice.
 
-    The weights are part of the state_dict, which makes a checkpoint larger by the size of the
-    network. They are averaged once after each optimizer step, whatever the number of accumulated
+    The averaged weights are part of the state_dict, which makes a checkpoint larger by the size of
+    the network. They are updated once after each optimizer step, whatever the number of accumulated
     batches. In the first step of a fit that does not resume, the teacher equals the network. The
     forward pass of the teacher ends at `block`, runs in eval mode, and is not compiled. The average
     has the dtype of the weights, so use bf16-mixed instead of bf16-true, in which small updates
@@ -43,10 +44,10 @@ class SelfTeacher(nn.Module):
             of the authors aligns the eighth block with the twentieth.
         decay: decay of the average per optimizer step, in [0, 1). The code of the authors uses
             0.9999.
-        max_interval: largest difference between u of the network and u of the teacher, in [0, 1].
-            The code of the authors uses 0.2 with SiT.
-        width: number of features of the teacher's block at each position; None for as many as the
-            aligned block has, as in a transformer.
+        max_interval: upper limit of k, the difference between the network's u and the teacher's u,
+            in [0, 1]. The code of the authors uses 0.2 with SiT.
+        width: number of features of the teacher's block at each position. None means as many as in
+            the aligned block, which is right if both are blocks of a transformer.
 
     Raises:
         ValueError: if an argument is out of range, or if the network has no such block.
@@ -94,7 +95,7 @@ class SelfTeacher(nn.Module):
 
     @torch.no_grad()
     def features(self, module: Any, batch: NoisedBatch) -> Tensor:
-        """Return the features (B, h, w, D). First averages the weights after an optimizer step."""
+        """Return the features (B, h, w, D). After an optimizer step, first update the average."""
         self._average(module.network, module.global_step)
         interval = self.max_interval * torch.rand_like(batch.u)
         t = module.times.quantile((batch.u - interval).clamp(min=0), module.process)

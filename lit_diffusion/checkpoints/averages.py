@@ -56,8 +56,9 @@ def select_weights(
 
     Args:
         checkpoint: content of the checkpoint.
-        weights: "raw", "ema" for the first average, or the name of an average. If the run used
-            `PowerEMA`, "power_<width>" with any width that can be reconstructed from snapshots.
+        weights: name of the weights: "raw" for the trained weights, "ema" for the first average, or
+            the name of an average. If the run used `PowerEMA`, the name can also be "power_<width>"
+            with any width that can be reconstructed from snapshots.
         path: path of the checkpoint. Snapshots are read from its run folder.
 
     Returns:
@@ -168,7 +169,7 @@ def list_snapshots(folder: Path) -> dict[int, Path]:
 
 
 def delete_snapshots_after(folder: Path, step: int) -> int:
-    """Delete snapshots of more than `step` updates, and return the number of deleted files."""
+    """Delete snapshots written after more than `step` updates, and return the number of files."""
     later = [file for number, file in list_snapshots(folder).items() if number > step]
     for file in later:
         file.unlink()
@@ -180,13 +181,13 @@ def reconstruct_average(
 ) -> dict[str, Tensor]:
     """Reconstruct the average with a given relative width after `step` updates.
 
-    The result is a linear combination of averages with other widths, after `step` updates and in
-    earlier snapshots.
+    The result is a linear combination of averages with other widths. Some of these are the averages
+    after `step` updates. The others are from earlier snapshots.
 
     Args:
         folder: folder of the snapshots.
         width: relative width of the average to reconstruct.
-        step: number of updates.
+        step: number of updates after which to reconstruct the average.
         last: averages with other widths after `step` updates.
         hashes: SHA-256 of the run's snapshots, by number of updates.
 

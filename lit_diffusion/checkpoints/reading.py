@@ -56,9 +56,9 @@ def read_checkpoint(
 
     Raises:
         FileNotFoundError: if there is nothing at `path`.
-        ValueError: if a file is damaged, is not a checkpoint, contains pickled code, or contains
-            only one rank's shard of a tensor; if a folder contains no checkpoint, or is replaced
-            while it is read. The message gives the path and the reason.
+        ValueError: if a file is damaged, if it is not a checkpoint, if it contains pickled code, if
+            it contains only one rank's shard of a tensor, if a folder contains no checkpoint, or if
+            a folder is replaced while it is read. The message gives the path and the reason.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -233,7 +233,7 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
-    """Context that stops the construction of a module with far more parameters than a state_dict.
+    """Context that raises an error if a module gets far more parameters than a state_dict has.
 
     A checkpoint describes its network, and a malicious description could need more memory than the
     machine has. The context counts parameters when a module registers them.
@@ -347,7 +347,7 @@ def explain_unreadable(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without a period; the error's type if empty.
+    """Return the first line of an error's message, or the error's type if it has no message.
 
     Example:
         >>> first_line(ValueError("lr must be > 0."))

@@ -179,7 +179,7 @@ def fill(
     shapes_only: bool = False,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Fill in the data of the sharded tensors in the checkpoint of meta.pt, on the CPU.
+    """Load the data of the sharded tensors into a checkpoint that was read from meta.pt.
 
     If tensors are read whole, the result equals a checkpoint that was saved to a single file. If
     the folder is damaged, the function may raise an error of any type.
@@ -187,7 +187,7 @@ def fill(
     Args:
         checkpoint: content of meta.pt.
         folder: folder of the checkpoint.
-        shapes_only: whether to return zeros that take no memory instead of the data.
+        shapes_only: whether to load zeros, which take no memory, instead of the data.
         parameters: sharded parameters (DTensor) by name. The weights, averages and optimizer state
             of these parameters get the same sharding, and all ranks must call this function. None
             reads whole tensors.

@@ -221,7 +221,7 @@ def check_data(
 
 
 def codec_record(codec: Codec) -> dict[str, Any]:
-    """Return the checkpoint entry that identifies a codec's weights; {} if it has no weights.
+    """Return the checkpoint entry that identifies a codec's weights; {} without weights.
 
     Example:
         >>> from lit_diffusion.codecs import PixelCodec
@@ -261,7 +261,7 @@ def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
 
 
 def check_batch(batch: object, takes_condition: bool) -> None:
-    """Raise ValueError unless a batch is a tuple of images, labels (or other condition), index.
+    """Raise ValueError unless a batch is a tuple (images, labels or other condition, index).
 
     Args:
         batch: a batch of the data.

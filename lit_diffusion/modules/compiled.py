@@ -34,7 +34,8 @@ def check_mode(mode: str | None) -> None:
 def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: int) -> None:
     """Raise ValueError if CUDA graphs would be combined with gradient accumulation.
 
-    With CUDA graphs, the gradients of a micro-batch overwrite the gradients of the previous one
+    The reason for the error is that with CUDA graphs, the gradients of a micro-batch overwrite the
+    gradients of the previous one, so the sum of the gradients would be wrong
     (github.com/pytorch/pytorch/issues/169545).
 
     Example:
@@ -104,7 +105,7 @@ def run_compiled_loss(
     process: Process,
     parameterization: Parameterization,
 ) -> Tensor:
-    """Run `loss.per_sample` in training, and compile it if the loss learns the variance.
+    """Call `loss.per_sample` in training, compiled if the loss learns the variance.
 
     Without compilation, a loss that learns the variance launches more than 100 kernels. Torch
     compiles a graph for each batch size. The arguments after `loss` are the same as in

@@ -296,7 +296,8 @@ class DiffusionModule(LightningModule):
 
         Returns:
             A dictionary with the "loss". For callbacks, it also contains "u", "t" and
-            "per_sample_loss" (before the factor w), each of shape (B,).
+            "per_sample_loss", each of shape (B,). The per-sample losses do not contain the
+            factor w.
         """
         images, condition, _ = self._unpack_batch(batch)
         x0 = encode_for_training(self.codec, images)  # (B, C, H, W)
@@ -519,7 +520,7 @@ class DiffusionModule(LightningModule):
         """Generate images uint8 (N, C, H, W) that equal given images where a mask is 1.
 
         The method samples with `solvers.editing.RePaint` instead of the module's solver. RePaint
-        uses the steps, the times and, if there is one, the variance of the module's solver.
+        takes over `steps`, `times` and, if the module's solver has it, `variance`.
 
         Args:
             images: uint8 (N, C, H, W) images to preserve in part.

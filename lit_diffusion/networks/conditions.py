@@ -289,7 +289,7 @@ class VectorEmbedding(nn.Module):
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
     def accepts(self, condition: Condition, batch_size: int) -> bool:
-        """Return whether a condition is a pair of vectors (batch_size, dim) and their mask."""
+        """Return whether a condition is a tuple (vectors, mask) with vectors (batch_size, dim)."""
         return _are_masked_rows(condition, self.proj.in_features, 1, batch_size)
 
     def null_condition(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -318,7 +318,7 @@ class TokenEmbedding(nn.Module):
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
     def accepts(self, condition: Condition, batch_size: int) -> bool:
-        """Return whether a condition is a pair of tokens (batch_size, L, dim) and their mask."""
+        """Return whether a condition is a tuple (tokens, mask) with tokens (batch_size, L, dim)."""
         return _are_masked_rows(condition, self.proj.in_features, 2, batch_size)
 
     def null_condition(self, x: Tensor) -> tuple[Tensor, Tensor]:

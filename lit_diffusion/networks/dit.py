@@ -100,10 +100,11 @@ class DiT(nn.Module):
         width: number of features of a token, divisible by 4.
         depth: number of blocks.
         num_heads: number of attention heads, which must divide `width`.
-        mlp_ratio: hidden features of the MLPs, in units of `width`.
+        mlp_ratio: number of hidden features of an MLP, divided by `width`.
         num_classes: short form of `condition=Classes(num_classes)`.
         condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
-            `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition.
+            `WordIds` of `networks.conditions`. If it and `num_classes` are None, the network is
+            unconditional.
         gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
             and compute its activations again in the backward pass. Training then needs less memory
             and takes about a third more time, with the same gradients.

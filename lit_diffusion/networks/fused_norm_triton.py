@@ -1,4 +1,4 @@
-"""Triton kernels for group norm, scale and shift, and SiLU: one for forward, one for backward.
+"""Triton kernels for the forward and backward pass of group norm, scale and shift, and SiLU.
 
 This file needs Triton. Therefore, `fused_norm` imports it only when it gets the first CUDA tensor.
 
@@ -7,7 +7,8 @@ over the pixels twice. The first pass computes sums over the pixels, and the sec
 the output. The second pass runs in reverse order, so it mostly finds the pixels in the caches, and
 the kernel reads device memory about once. In channels_last format, a program handles at least 32
 adjacent channels where the groups allow it, because the GPU reads memory at full speed only in
-units of 64 bytes or more. In contiguous format, the pixels of a channel are adjacent.
+units of 64 bytes or more. In contiguous format, this minimum is not necessary, because the pixels
+of a channel are adjacent.
 
 The kernels use neither atomic operations nor autotuning. Therefore, the same input gives
 bit-identical output.
@@ -44,9 +45,10 @@ class GroupNormSiLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight, bias, scale, shift and offset, and None for options.
+        """Return the gradients of the tensors in the arguments, and None for the other arguments.
 
-        The options are num_groups, eps and silu.
+        The tensors are x, weight, bias, scale, shift and offset. The other arguments are
+        num_groups, eps and silu.
         """
         *inputs, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True

@@ -192,18 +192,19 @@ class JiT(nn.Module):
         out_channels: channels of the output. They are the channels of x, or twice as many if the
             network also predicts the variance.
         patch_size: height and width of a patch, which must divide `image_size`.
-        width: features of a token. `width / num_heads` must be divisible by 4.
+        width: number of features of a token. `width / num_heads` must be divisible by 4.
         depth: number of blocks.
         num_heads: number of attention heads, which must divide `width`.
         bottleneck: number of features to which a patch is reduced before it becomes a token.
-        mlp_ratio: size of a block's MLP. The SwiGLU has as many parameters as a plain MLP with
-            `mlp_ratio * width` hidden features.
+        mlp_ratio: ratio that determines the size of a block's MLP. The MLP, a SwiGLU, has as many
+            parameters as a plain MLP with `mlp_ratio * width` hidden features.
         in_context_tokens: number of tokens to append for a label or vector; 0 for none. Each token
             is the embedding of the label or vector plus a learned vector.
         in_context_start: index of the first block that gets these tokens.
         num_classes: short form of `condition=Classes(num_classes)`.
         condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
-            `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition.
+            `WordIds` of `networks.conditions`. If it and `num_classes` are None, the network is
+            unconditional.
         gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
             and compute its activations again in the backward pass. Training then needs less memory
             and takes about a third more time, with the same gradients.

@@ -83,8 +83,9 @@ class TwoTimesMLP(TimestepMLP):
     The MLP of the interval is named `interval`, and outputs zero at initialization. The other
     parameters have the names of `TimestepMLP`.
 
-    Source: Geng et al. 2025 (MeanFlow, arXiv 2505.13447), section 4.3, the times (t, t - r). The
-        initialization is ours, so that training can start from the weights of flow matching.
+    Source: Geng et al. 2025 (MeanFlow, arXiv 2505.13447), section 4.3, the variant that embeds
+        (t, t - r). The initialization is ours, so that training can start from the weights of flow
+        matching.
 
     Example:
         >>> embed = TwoTimesMLP(dim=8, width=32)
@@ -165,10 +166,10 @@ def self_attention(
     Args:
         qkv: (B, N, 3 D) queries, keys and values of all heads.
         num_heads: number of heads, which divides D.
-        split_heads_first: order of the 3 D features. True means that queries, keys and values of
-            the first head come first, then queries, keys and values of the second head, and so on.
-            This order is the default in improved-diffusion and guided-diffusion. False means that
-            the queries of all heads come first, then all keys, then all values, as in vision
+        split_heads_first: whether the 3 D features are grouped by head. If True, queries, keys and
+            values of the first head come first, then queries, keys and values of the second head,
+            and so on. This order is the default in improved-diffusion and guided-diffusion. If
+            False, the queries of all heads come first, then all keys, then all values, as in vision
             transformers and guided-diffusion's "new attention order".
         mask: (B, N) bool, False for tokens to ignore. None means that no token is ignored.
 

@@ -614,8 +614,8 @@ class UNet(_Encoder):
 class EncoderUNet(_Encoder):
     """Classifier of noisy images: the encoder of the U-Net, then attention pooling.
 
-    The network equals guided-diffusion's classifiers, which are `EncoderUNetModel` with
-    pool="attention".
+    The network is the same as in the classifiers of guided-diffusion, which use
+    `EncoderUNetModel` with pool="attention".
 
     Args:
         image_size: height and width of x. They are fixed, because the pooling learns an embedding
@@ -632,8 +632,9 @@ class EncoderUNet(_Encoder):
         scale_shift_norm: whether the embedding of noise level and condition scales and shifts the
             output of the second norm of a ResBlock. If False, it is added to the input of the norm.
         resblock_updown: whether ResBlocks reduce the resolution. If False, convolutions do.
-        split_heads_first: order of the features of queries, keys and values in the blocks, as in
-            `layers.self_attention`. The pooling always uses the order for False.
+        split_heads_first: whether the attention of the blocks splits its features into heads
+            first, and then into queries, keys and values. If False, the order is reversed. The
+            pooling always uses the order for False.
 
     Raises:
         ValueError: if sizes do not fit together.

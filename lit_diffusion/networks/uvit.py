@@ -96,16 +96,17 @@ class UViT(nn.Module):
             network also predicts the variance.
         patch_size: height and width of a patch, which must divide `image_size`.
         width: number of features of a token, divisible by 4.
-        depth: number of blocks without the middle block, even.
+        depth: number of blocks, not counting the middle block. The number must be even.
         num_heads: number of attention heads, which must divide `width`.
-        mlp_ratio: hidden features of the MLPs, in units of `width`.
+        mlp_ratio: number of hidden features of an MLP, divided by `width`.
         qkv_bias: whether queries, keys and values have biases.
         mlp_time_embed: whether the sinusoids of the noise level pass through an MLP.
         final_conv: whether the last layer is a 3x3 convolution.
         num_classes: short form of `condition=Classes(num_classes)`.
         condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
-            `WordIds` of `networks.conditions`. None with `num_classes=None` takes no condition. For
-            published models that never drop labels, use `Classes(num_classes, null_class=False)`.
+            `WordIds` of `networks.conditions`. If it and `num_classes` are None, the network is
+            unconditional. For published models that never drop labels, use
+            `Classes(num_classes, null_class=False)`.
         gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
             and compute its activations again in the backward pass. Training then needs less memory
             and takes about a third more time, with the same gradients.

@@ -219,8 +219,9 @@ class Euler(DDIM):
 class EulerAncestral(DDIM):
     """Euler ancestral sampling, which is DDIM with eta = 1 on a Karras grid.
 
-    Each step makes an Euler step to a noise level below the next level of the grid, and then adds
-    noise up to the next level. k-diffusion calls this solver `sample_euler_ancestral`.
+    From each noise level of the grid, the solver takes an Euler step to a level below the next one,
+    and then adds noise to reach the next one. k-diffusion calls this solver
+    `sample_euler_ancestral`.
 
     Args:
         steps: number of steps, each of which evaluates the network once.

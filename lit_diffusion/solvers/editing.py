@@ -39,7 +39,7 @@ def truncate_solver(solver: Any, strength: float, process: Process) -> Any:
     """Return a solver that takes only the last steps of another solver.
 
     Args:
-        solver: a dataclass with `steps` and `times`.
+        solver: solver to shorten, a dataclass with `steps` and `times`.
         strength: fraction of the steps to take, in (0, 1]. At least one step is taken.
         process: the forward process, on which the solver's default grid may depend.
 
@@ -200,7 +200,7 @@ def repaint_solver(
     If `solver` has an attribute `variance`, RePaint uses this variance too.
 
     Args:
-        solver: solver whose settings to use, a dataclass with `steps` and `times`.
+        solver: solver from which RePaint takes its settings, a dataclass with `steps` and `times`.
         process: the forward process, on which the solver's default grid may depend.
         known: (B, C, H, W) x0, which is preserved where `mask` is 1.
         mask: (B, 1, H, W) or broadcastable. The mask is 1 where `known` is preserved, and 0 where

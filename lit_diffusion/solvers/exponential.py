@@ -215,7 +215,7 @@ class UniPC:
         steps: number of steps, each of which evaluates the network once.
         times: time grid. If None, the grid is `LogSNR(noisiest=-10)`.
         clip: whether to clamp each estimate of x0 to [-1, 1].
-        order: order of the predictor. With the corrector, the order is one higher.
+        order: order of the predictor. The corrector raises the order of the solver by one.
 
     Raises:
         ValueError: if order < 1 or steps < 1.

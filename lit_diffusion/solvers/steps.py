@@ -63,7 +63,7 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
-    """Return the time grid of a solver, or its default grid on this process; None without either.
+    """Return `solver.times`, or the solver's default grid if it is None; None if neither exists.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -78,7 +78,7 @@ def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
 
 
 def with_grid(solver: Any, process: Process) -> Any:
-    """Return a copy of a solver whose `times` is the grid that the solver uses on this process.
+    """Copy a solver, and set `times` of the copy to the grid that the solver uses on this process.
 
     Evaluation records store this copy, because `times=None` would not show which grid was used. A
     solver without `times` is returned as it is.
@@ -136,7 +136,8 @@ def batch_of(t: Tensor, x: Tensor, until: Tensor | None = None) -> Tensor:
     The function fills a new tensor on the device instead of copying t, because the host would have
     to wait for the copy. The result has an attribute `time`, which is the time as a Python number.
     Code on the host can read this number without synchronizing with the device. The attribute
-    `until` is the time at which a deterministic step from t ends, for `MeanFlow`; else None.
+    `until`, which `MeanFlow` needs, is the time at which a deterministic step from t ends, or None
+    if no deterministic step begins at t.
 
     Example:
         >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))
