@@ -180,7 +180,7 @@ def describe_losses(module: nn.Module, num_images: int, statistics: str) -> str:
     """Describe the losses of `fixed_losses`, for figures and records.
 
     Args:
-        module: module of `fixed_losses`.
+        module: module that was passed to `fixed_losses`.
         num_images: number of training images.
         statistics: how running statistics of batch norms change with the weights: "interpolated" or
             "unchanged".

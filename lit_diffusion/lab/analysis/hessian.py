@@ -76,7 +76,7 @@ class Spectrum:
 
     @property
     def expected_weights(self) -> NDArray[np.float64]:
-        """(V, m) quadrature weights; reliable extreme nodes have their expected weight `1 / P`.
+        """Quadrature weights (V, m), set to the expected `1 / P` for reliable extreme Ritz values.
 
         In a single Lanczos run, the weight of a large eigenvalue is proportional to the square of
         one normal variable, so sums over large eigenvalues would be noisy. The weights of the
@@ -123,8 +123,8 @@ def hessian_product(
 ) -> tuple[MatrixProduct, Tensor]:
     """Build the Hessian-vector product of a loss at the current weights.
 
-    The autograd graph of the gradient stays in memory as long as the returned function. It needs
-    about as much memory as the graphs of three forward passes.
+    The autograd graph of the gradient stays in memory as long as the returned function. The graph
+    needs about as much memory as the graphs of three forward passes.
 
     Args:
         loss: scalar loss that depends only on the weights.
@@ -161,10 +161,10 @@ def finite_difference_error(
 ) -> float:
     """Return the relative error of a Hessian-vector product, compared with a central difference.
 
-    The Hessian is multiplied by the gradient. The error is small for smooth losses. It is large if
-    a part of the network has no second derivative, which autograd may silently treat as 0. It is
-    also large if gradients jump, as with ReLU, because the Hessian ignores the jumps. The weights
-    are restored before the function returns.
+    The product is the Hessian times the gradient of the loss. The error is small for smooth losses.
+    It is large if a part of the network has no second derivative, which autograd may silently treat
+    as 0. It is also large if gradients jump, as with ReLU, because the Hessian ignores the jumps.
+    The weights are restored before the function returns.
 
     Args:
         loss: scalar loss that depends only on the weights.

@@ -45,7 +45,7 @@ def barrier(alphas: NDArray[np.float64], values: NDArray[np.float64]) -> float:
 
     Args:
         alphas: (K,) positions in [0, 1].
-        values: (K,) values at these positions.
+        values: (K,) losses at these positions.
 
     Example:
         >>> barrier(np.array([0.0, 0.5, 1.0]), np.array([1.0, 5.0, 3.0]))
@@ -90,7 +90,8 @@ class HiddenFeatures:
     """Features of a hidden layer, which can be permuted without changing the output.
 
     Args:
-        axes: all dimensions of tensors along which each position belongs to one of these features.
+        axes: dimensions of weights and biases that have one index per feature. A permutation of the
+            features must reorder all of them alike.
         groups: number of groups of the group norm on these features. A permutation may reorder the
             features within a group, and may reorder whole groups.
     """
@@ -209,7 +210,8 @@ def draw_interpolations(
 ) -> None:
     """Draw one panel per loss.
 
-    There is one panel per loss. It shows one curve for each array (number of losses, K) in `lines`.
+    Each panel shows one curve per entry of `lines`, which has arrays of shape (number of losses,
+    K).
     """
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]

@@ -94,8 +94,8 @@ class Comparison:
 
         An arm cannot win if one of its seeds missed the target or ended without a finite FID. It
         also cannot win if its lowest FID (median over seeds) is above the lowest FID of the
-        baseline. This matters if a seed of the baseline failed, because the default target is then
-        easy to reach.
+        baseline. The second condition matters if a seed of the baseline failed, because the default
+        target is then easy to reach.
         """
         reached_by_all = result.num_reached == len(result.crossings)
         return not reached_by_all or result.arm.nonfinite_ends > 0 or self.ends_higher(result)
@@ -108,7 +108,10 @@ class Comparison:
 
     @property
     def best(self) -> Result:
-        """The fastest winner or, if no arm wins, the fastest arm; arms that can win come first."""
+        """The fastest winner.
+
+        If no arm wins, the fastest of the arms that can win. If no arm can win, the fastest arm.
+        """
         return (self.winners or sorted(self.results, key=self.falls_short))[0]
 
 

@@ -57,8 +57,8 @@ class Crossing:
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
     """Compute the geometric mean of steps.
 
-    If only bounds of some steps are known, the result is a bound, too. If both upper and lower
-    bounds occur, the result is unknown.
+    If only upper bounds of some steps are known, the result is an upper bound. If only lower bounds
+    are known, it is a lower bound. If both kinds of bounds occur, the result is unknown.
 
     Example:
         >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
@@ -214,9 +214,9 @@ def late_spreads(curve: Curve) -> tuple[float, float] | None:
     """Compute standard deviations of log FID over the last third of the steps.
 
     Returns:
-        The total standard deviation, and the standard deviation around a least-squares line. A
-        steady descent of the FID raises the first, but not the second, which is `sqrt(sum of
-        squared residuals / (n - 2))`. None if there are fewer than three finite FIDs.
+        The total standard deviation, and the standard deviation around a least-squares line. The
+        latter is `sqrt(sum of squared residuals / (n - 2))`. A steady descent of the FID raises
+        only the former. None if there are fewer than three finite FIDs.
 
     Source: "Why diffusion models are stable and how to make them faster" (2023), which claims under
     its Fig. 5 that its methods make late FIDs steadier.
@@ -260,7 +260,7 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
 
 
 def paired_spread(curves: Iterable[Curve]) -> Spread | None:
-    """Estimate how the last FID varies over sets of samples, without variation common to all runs.
+    """Estimate the spread of the last FID over sets of samples, without effects common to all runs.
 
     If all runs generate their k-th set of samples from the same seeds, the choice of these seeds
     may raise or lower the FIDs of all runs alike. This effect is removed, because it cancels when
@@ -272,8 +272,8 @@ def paired_spread(curves: Iterable[Curve]) -> Spread | None:
     pooled.
 
     Returns:
-        The spread; None unless at least two runs have the same number of sets, and this number is
-        at least two.
+        The spread. None if there are no two runs that have the same number of sets and at least two
+        sets each.
     """
     groups: dict[int, list[list[float]]] = {}
     for curve in curves:
@@ -333,8 +333,8 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
     """Read arms from CSV files with one row per evaluation, in the format of curves.csv.
 
     The columns arm, step and fid are required. The columns seed, images, repeat and other metrics
-    are optional. A row with repeat 1, 2, ... contains a further FID of the last step, with a new
-    set of samples. An FID that is empty, nan or infinite is read as NaN.
+    are optional. A row with repeat 1, 2, ... contains a further FID of the last step, computed from
+    a new set of samples. An FID that is empty, nan or infinite is read as NaN.
 
     Raises:
         OSError: if a file cannot be read.

@@ -265,7 +265,7 @@ def _measurement_key(record: Record) -> str:
 
 
 def sampling_of(record: Record) -> Record:
-    """Return the settings of the sampler in an FID record, and the EMA decay of the weights.
+    """Return the sampler settings and the EMA decay of the weights from an FID record.
 
     Records of earlier versions have no `ema_decay`.
     """
@@ -336,7 +336,7 @@ class Selection:
 
     Attributes:
         arms: the runs of each arm, by name of the arm.
-        left_out: path of each run that is left out, and the reason.
+        left_out: for each run that is left out, its path and the reason why it is left out.
     """
 
     metric: str

@@ -149,11 +149,11 @@ FIDsByWidth = Mapping[float, float]
 
 
 def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
-    """Make a table of last FIDs with the best EMA width of each arm, from `evaluate --ema`.
+    """Make a table of each arm's last FID at its best EMA width, measured by `evaluate --ema`.
 
     Returns:
-        The table, and notes on arms whose FIDs were measured differently or are missing. (None, [])
-        if no run has FIDs from `evaluate --ema`.
+        The table, and notes on arms whose FIDs were measured differently or are missing. If no run
+        has FIDs from `evaluate --ema`, the result is (None, []).
     """
     base = selection.baseline
     scores = {name: [fids_by_width(run) for run in runs] for name, runs in selection.arms.items()}

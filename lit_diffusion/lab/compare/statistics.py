@@ -1,4 +1,4 @@
-"""Statistical tests of two ways to train (arms): t tests, Holm's correction, and speed-ups."""
+"""Statistical tests to compare arms (ways to train): t tests, Holm's correction, speed-ups."""
 
 import math
 import warnings
@@ -103,10 +103,11 @@ class Speedup:
         high: upper end of the 95% interval; infinite if `ratio` is a lower bound, None if there is
             no interval.
         p: two-sided p-value for a ratio of 1; None if there is no interval.
-        is_lower_bound: whether the true ratio may be larger, because seeds of the baseline never
-            reached the FID, or seeds of the arm reached it before the first evaluation.
-        is_upper_bound: whether the true ratio may be smaller, because seeds of the arm never
-            reached the FID, or seeds of the baseline reached it before the first evaluation.
+        is_lower_bound: whether the true ratio may be larger, because a seed of the baseline never
+            reached the FID, or because a seed of the arm was already there at the first evaluation.
+        is_upper_bound: whether the true ratio may be smaller, because a seed of the arm never
+            reached the FID, or because a seed of the baseline was already there at the first
+            evaluation.
     """
 
     ratio: float

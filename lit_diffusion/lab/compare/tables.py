@@ -83,7 +83,7 @@ class Table(NamedTuple):
 
 
 def format_fid(fid: float, sd: float | None = None) -> str:
-    """Format an FID with three or four digits, and a standard deviation with as many decimals.
+    """Format an FID with three or four digits, and its standard deviation with as many decimals.
 
     Example:
         >>> format_fid(0.40734), format_fid(6.04, 0.1234), format_fid(123.4)
@@ -151,7 +151,7 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """Format the FID at which a speed-up is measured, such as " to 0.306"; "" if it is the target.
+    """Format the FID at which a speed-up is measured, such as " to 0.306"; "" for the target.
 
     If the FID and the target differ but are equal after rounding, the result has more digits and
     also contains the target, as in " to 0.2693, not 0.2691".

@@ -1,4 +1,4 @@
-"""BigGAN: a class-conditional GAN of a residual generator and a projection discriminator.
+"""BigGAN: a class-conditional GAN with a residual generator and a projection discriminator.
 
     generator: z_0 -- linear to 4x4 -- blocks that upsample, norms conditioned on label, z_i -- tanh
     discriminator: image -- blocks that downsample -- features, summed over pixels
@@ -228,8 +228,8 @@ class BigGANDiscriminator(nn.Module):
             attention.
 
     Raises:
-        ValueError: if `unhalved` is negative or leaves no block that halves the resolution, or if
-            no halving block has an output with the side `attention_at`.
+        ValueError: if `unhalved` is negative, if no block halves the resolution, or if no halving
+            block has an output with the side `attention_at`.
 
     Example:
         >>> network = BigGANDiscriminator(10, 3, (4, 4, 4, 4), 8, unhalved=2, attention_at=0)

@@ -262,7 +262,7 @@ class GANModule(LightningModule):
 
     @torch.no_grad()
     def generate(self, seeds: Sequence[int], labels: Tensor | None = None) -> Tensor:
-        """Generate images uint8 (N, C, H, W); image i depends only on `seeds[i]` and `labels[i]`.
+        """Generate uint8 images (N, C, H, W); image i depends only on `seeds[i]` and `labels[i]`.
 
         Args:
             seeds: one integer per image.
