@@ -93,7 +93,7 @@ def clts_density(
         step: optimizer steps completed.
         num_steps: optimizer steps until the density is the Gaussian.
         mean: mean of the Gaussian: the noise level u in [0, 1] that is sampled most.
-        std: standard deviation of the Gaussian in units of u. The paper's sigma = T is std = 1.0.
+        std: standard deviation of the Gaussian in units of u. The paper's value sigma = T is 1.0.
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the result is the paper's
             density over the times t = 1, ..., T.
         normalize: how to mix the Gaussian and the uniform density, "truncate" or "mix".
@@ -138,7 +138,10 @@ class _Curriculum(TimestepWriter):
         )
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """Return the progress as `clts/gamma`, and the total variation to uniform as `clts/tv`."""
+        """Return the progress as `clts/gamma`, and the distance to uniform as `clts/tv`.
+
+        The distance is the total variation between the density and the uniform density.
+        """
         return {
             "clts/gamma": clts_gamma(step, self.num_steps),
             "clts/tv": total_variation(self.density_at(step, device)),
@@ -166,7 +169,7 @@ class TimestepCurriculum(_Curriculum):
         num_steps: optimizer steps until the density is the Gaussian. The paper reports 50,000 for
             CIFAR-10 and 300,000 for ImageNet-128.
         mean: mean of the Gaussian: the noise level u in [0, 1] that is sampled most.
-        std: standard deviation of the Gaussian in units of u. The paper's sigma = T is std = 1.0.
+        std: standard deviation of the Gaussian in units of u. The paper's value sigma = T is 1.0.
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the density is the paper's
             density over the times t = 1, ..., T.
         normalize: how to mix the Gaussian and the uniform density, "truncate" or "mix". See
@@ -197,8 +200,8 @@ class CurriculumWeight(_Curriculum):
     The loss at a noise level in bin i is multiplied by `num_bins * p[i]`, where p is the
     `clts_density` of the step. The callback does not change how the module samples noise levels. If
     the module samples them uniformly, the expected gradients are the same as with
-    `TimestepCurriculum`, and only the variance of the gradients differs. `TimestepCurriculum`
-    describes the arguments.
+    `TimestepCurriculum`, and only the variance of the gradients differs. The docstring of
+    `TimestepCurriculum` describes the arguments.
 
     Example:
         >>> curriculum = CurriculumWeight(num_steps=100, num_bins=4)
@@ -220,8 +223,8 @@ class ImportanceWeightedCurriculum(_Curriculum):
     The module samples noise levels from p, the `clts_density` of the step. The loss at a noise
     level in bin i is divided by `num_bins * p[i]`. The expected gradients are therefore the same as
     with uniformly sampled noise levels. If `TimestepCurriculum` gives a better model than this
-    control, the reason is the changed objective. `TimestepCurriculum` describes the arguments. The
-    Gaussian must be wide enough that no bin has probability 0.
+    control, the reason is the changed objective. The arguments are described in the docstring of
+    `TimestepCurriculum`. The Gaussian must be wide enough that no bin has probability 0.
 
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)

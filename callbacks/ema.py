@@ -260,7 +260,7 @@ class EMA(pl.Callback):
     - Steps are counted for each optimizer, so each network of a GAN is averaged at the steps of its
       own optimizer. Batches that only accumulate gradients and updates that a GradScaler skips do
       not count as steps.
-    - Validation, test and predict use the averages of the first decay, and swap the raw weights
+    - Validation, test and predict use the averages with the first decay, and swap the raw weights
       back in at the end. Inside the context `weights(name)`, they use the weights called `name`
       instead. Before the first update of the averages, all of them use the raw weights.
     - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in.
@@ -351,7 +351,7 @@ class EMA(pl.Callback):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps since averaging started: the largest count of any optimizer."""
+        """Number of optimizer steps since averaging started; the maximum over several optimizers."""
         return max([*self._idle_steps.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:

@@ -107,8 +107,8 @@ class LossBasedDensity(TimestepWriter):
     """Base class of callbacks that compute the density of noise levels from recent losses.
 
     A subclass sets the module's attribute `timestep_density`, and the module samples its noise
-    levels from this density. A subclass may also set `timestep_weight`, by which the module
-    multiplies its losses.
+    levels from this density. A subclass may also set the attribute `timestep_weight`, which
+    contains factors by which the module multiplies its losses.
 
     The module's training_step must return a dictionary with "loss", "u" and "per_sample_loss". The
     entry "u" contains the noise level of each sample, in [0, 1]. If your module has discrete times
@@ -165,10 +165,13 @@ class LossBasedDensity(TimestepWriter):
 
     @abstractmethod
     def density(self, history: LossHistory) -> Tensor:
-        """Return float64 probabilities of the bins, or ones until each bin has a full history."""
+        """Return float64 probabilities of the bins; all ones if a bin has no full history yet."""
 
     def recorded_losses(self, pl_module: pl.LightningModule, outputs: dict[str, Tensor]) -> Tensor:
-        """Return the losses (B,) to record after a batch, by default the "per_sample_loss"."""
+        """Return the losses (B,) to record for a batch.
+
+        By default, they are the output "per_sample_loss" of training_step.
+        """
         return outputs["per_sample_loss"]
 
     def mix_with_uniform(self, history: LossHistory, masses: Tensor) -> Tensor:
@@ -179,8 +182,8 @@ class LossBasedDensity(TimestepWriter):
             masses: (num_bins,) float64, not negative.
 
         Returns:
-            (num_bins,) float64 probabilities, or ones until all bins have full histories. They are
-            ones too if all masses are 0.
+            (num_bins,) float64 probabilities. If a bin does not have a full history yet, or if all
+            masses are 0, all entries are 1 instead, which means the uniform density.
         """
         full = (history.counts >= self.history).all() & (masses.sum() > 0)
         mixed = (1 - self.uniform_prob) * masses / masses.sum() + self.uniform_prob / self.num_bins
@@ -269,8 +272,8 @@ class LossSecondMomentResampler(LossBasedDensity):
     `resampler/tv`, the total variation between the density and the uniform density.
 
     The module needs the attributes `timestep_density` and `timestep_weight`, and its training_step
-    must return `u` and `per_sample_loss`. `LossBasedDensity` describes these outputs, and when an
-    error is raised.
+    must return `u` and `per_sample_loss`. The docstring of `LossBasedDensity` describes these
+    outputs and the errors that can be raised.
 
     Args:
         num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.
@@ -306,7 +309,8 @@ class LossDensity(LossBasedDensity):
     the density and the uniform density.
 
     The module needs the attribute `timestep_density`, and its training_step must return `u` and
-    `per_sample_loss`. `LossBasedDensity` describes these outputs, and when an error is raised.
+    `per_sample_loss`. The docstring of `LossBasedDensity` describes these outputs and the errors
+    that can be raised.
 
     Args:
         num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.

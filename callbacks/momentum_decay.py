@@ -119,16 +119,17 @@ class MomentumDecay(pl.Callback):
             `min_beta1`, beta1 would be 0 at the end. None uses the length of the fit.
         min_beta1: lower bound of beta1, in [0, beta0].
         compensate_lr: whether to multiply the lr by lr_factor. With False, the method is Demon.
-            With True, SGD and RMSprop raise an error. They do not multiply gradients by
-            `1 - momentum`, so their updates shrink with the momentum even without compensation.
+            With True, SGD and RMSprop raise an error. The reason is that they do not multiply
+            gradients by `1 - momentum`, so a lower momentum shrinks their updates even without
+            `lr_factor`.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
         ValueError: if an argument is out of range, or if the strategy is not supported. At the
             start of a fit, the error is also raised if total_steps is unknown, if min_beta1 is
-            above beta0, or if another callback of this class would change the same optimizer.
-            Optimizers without momentum and schedulers that cycle the momentum raise the error too.
-            If compensate_lr is True, so do optimizers whose updates are unlike Adam's.
+            above beta0, if an optimizer has no momentum, if a scheduler cycles the momentum, or if
+            another callback of this class would change the same optimizer. If compensate_lr is
+            True, an optimizer whose updates are unlike Adam's raises the error too.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023).
     Demon is from Chen & Kyrillidis 2019 (arXiv 1910.04952).

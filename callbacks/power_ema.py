@@ -1,4 +1,4 @@
-"""Power-function EMA of weights (EDM2), with snapshots to compute averages with other widths."""
+"""Power-function EMA of weights (EDM2). Snapshots allow averages with other widths later."""
 
 import shutil
 from math import prod
@@ -26,17 +26,18 @@ class PowerEMA(EMA):
 
     At step n, each average becomes `d * average + (1 - d) * weight`, with
     `d = (1 - 1 / n) ** (gamma + 1)`. Steps are counted from 1, when averaging starts. The exponent
-    gamma is computed from the relative width of the average. To define this width, each step is
-    weighted by its share in the average. The relative width is the standard deviation of the
-    weighted steps, divided by the number of steps so far. Usual widths are 0.05 and 0.10.
-    `weights(name)` accepts the names "power_<width>", and "ema" for the first width.
+    gamma is computed from the relative width of the average. To define this width, the shares of
+    the steps in the average are regarded as probabilities of the steps. The relative width is the
+    standard deviation of the step, divided by the number of steps so far. Usual widths are 0.05 and
+    0.10. `weights(name)` accepts the names "power_<width>", and "ema" for the first width.
 
     If a run averages with two widths and saves snapshots, you can reconstruct averages with other
     widths from a checkpoint and the snapshots of earlier steps. To do so, call
     `load(run, weights="power_0.07")` or run `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For
     widths from 0.02 to 0.25, 30 snapshots suffice. A reconstruction is a linear combination of
-    snapshots. The profile of a reconstruction is the share of each training step in the average. If
-    the relative error of the profile exceeds 0.1, an error is raised.
+    snapshots. The profile of an average gives the share of each training step in the average. If
+    the relative L2 error of the reconstructed profile, compared with the profile of the requested
+    width, exceeds 0.1, an error is raised.
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
     use the first average, while `state_dict()` and checkpoints have the raw weights. A resumed run

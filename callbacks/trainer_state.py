@@ -76,7 +76,8 @@ class AccumulationTracker:
 
     Checkpoints do not contain gradients, so callbacks should not save while gradients are being
     accumulated. Under manual optimization, the Trainer does not know whether the module accumulates
-    gradients. The mixin then assumes that each batch without an optimizer step accumulates.
+    gradients. The mixin then assumes that the gradients of a batch without an optimizer step are
+    being accumulated.
     """
 
     _step_before: int | None = None
@@ -125,8 +126,8 @@ def ends_epoch(trainer: pl.Trainer) -> bool:
 def is_batch_ending(trainer: pl.Trainer) -> bool:
     """Whether the Trainer is running the hooks `on_train_batch_end`.
 
-    If a callback saves a checkpoint in `on_train_batch_end`, the function also returns True in
-    `on_save_checkpoint`.
+    If a callback saves a checkpoint in `on_train_batch_end`, Lightning calls `on_save_checkpoint`
+    inside this hook. The function then returns True in `on_save_checkpoint` too.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.completed < batches.processed)
@@ -702,7 +703,7 @@ class TimestepWriter(pl.Callback, ABC):
         """Return the metrics to log after `step` optimizer steps."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise ValueError if the module lacks an attribute, or two callbacks set the same one."""
+        """Raise ValueError if the module lacks an attribute or if two callbacks set it."""
         name = type(self).__name__
         if missing := [a for a in self.writes if not hasattr(pl_module, a)]:
             raise ValueError(

@@ -52,8 +52,9 @@ class ApplyChangedHyperparameters(Callback):
     as they were saved.
 
     Args:
-        changed: changed settings of the module. The last part of a name, such as lr or betas, is an
-            argument of the optimizer. A name that contains "scheduler" belongs to the schedule.
+        changed: changed settings of the module, by dotted name. If a name contains "scheduler", the
+            setting belongs to the schedule. Otherwise, the last part of the name is an argument of
+            the optimizer, such as lr or betas.
     """
 
     def __init__(self, changed: ChangedSettings) -> None:

@@ -36,7 +36,7 @@ def plan_shards(
 
     Raises:
         ValueError: if the latents in the folder were encoded from different images, with a
-            different VAE or with another `shard_size`. The message names the difference.
+            different VAE, or with a different `shard_size`. The message names the difference.
     """
     require_at_least(1, shard_size=shard_size)
     codec.encoded_shape(images.image_shape)

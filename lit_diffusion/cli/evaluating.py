@@ -129,8 +129,8 @@ def table(record: Mapping[str, Any]) -> str:
 def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[str, Any]:
     """Score EMA weights of several relative widths on the same seeds, and plot FID against width.
 
-    As soon as a width is scored, its record is appended to ema-curve.jsonl in the run folder, which
-    `lit-diffusion compare` reads.
+    As soon as a width is scored, its record is appended to ema-curve.jsonl in the run folder. The
+    command `lit-diffusion compare` reads this file.
 
     Args:
         options: how to generate and score images.

@@ -68,15 +68,15 @@ class ExactResume(AccumulationTracker, Callback):
     later steps. Training images are counted correctly even if a resume changes the batch size.
 
     If a callback other than `LastCheckpoint` saves a checkpoint, a resume from it may be inexact.
-    In the following cases, `ExactResume` marks the checkpoint. A marked checkpoint can still be
-    used for sampling:
+    `ExactResume` then marks the checkpoint. A marked checkpoint can still be used for sampling. A
+    checkpoint is marked in these cases:
 
-    - A checkpoint that was saved between accumulated batches lacks their gradients. A resume from
-      it raises an error.
-    - A checkpoint may have been saved before the validation of its step. A resume from it skips
-      this validation and prints a warning.
-    - A checkpoint may have been saved at the end of an epoch. A resume from it prints a warning,
-      because Lightning then counts a step twice in its logs.
+    - The checkpoint was saved while gradients were being accumulated. It lacks these gradients, so
+      a resume from it raises an error.
+    - The checkpoint was saved before the validation of its step. A resume from it skips this
+      validation and prints a warning.
+    - The checkpoint was saved at the end of an epoch. A resume from it prints a warning, because
+      Lightning then counts a step twice in its logs.
 
     List this callback after GradientAccumulationScheduler. The scheduler's `on_train_start` raises
     an error if the number of accumulated batches is not 1, and `ExactResume.on_train_start` changes

@@ -307,8 +307,8 @@ def build_guidance(
         options: options that change the guidance.
 
     Returns:
-        A pair. The first is the guidance; None for classifier-free guidance with a scale of 1. The
-        second is a record of the model that --weaker or --classifier names; None without these
+        A tuple `(guidance, record)`. The guidance is None for classifier-free guidance with a scale
+        of 1. The record describes the model that --weaker or --classifier names; None without these
         options.
 
     Raises:

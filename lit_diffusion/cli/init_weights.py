@@ -16,7 +16,7 @@ from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_expor
 
 
 def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) -> str:
-    """Initialize a module with the weights of --init_weights that fit; return a report.
+    """Initialize a module with the weights of `source` that fit. Return a report for the user.
 
     Args:
         module: module to initialize.

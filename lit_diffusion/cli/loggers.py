@@ -24,9 +24,9 @@ class AppendingCSVLogger(Logger):
     A row is in the file when `log_metrics` returns. New metrics become new columns at the right.
 
     A resume deletes the rows of later steps, which the interrupted run wrote. The step of the
-    resume is passed to `rewind`, or else is the step of the first row that is logged. Rows of this
-    step, and rows written by `log_ahead`, are replaced when their metrics are logged again. In
-    contrast, Lightning's CSVLogger deletes an existing file.
+    resume is the argument of `rewind`. If `rewind` was not called, it is the step of the first row
+    that is logged. Rows of this step, and rows written by `log_ahead`, are replaced when their
+    metrics are logged again. In contrast, Lightning's CSVLogger deletes an existing file.
 
     Args:
         save_dir: folder of the run, created with the first row.

@@ -43,9 +43,9 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
 
 
 def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Callback]:
-    """Return the callbacks, with the savers of last.ckpt added if missing and moved to the end.
+    """Return the callbacks with LastCheckpoint and SaveOnSignal at the end, added if missing.
 
-    They come last because last.ckpt holds the state of all other callbacks.
+    These two callbacks come last because last.ckpt holds the state of all other callbacks.
 
     Raises:
         ValueError: if a ModelCheckpoint would overwrite last.ckpt with a file that may not resume

@@ -120,9 +120,9 @@ def protocol_of_run(checkpoint: str | None) -> str:
     run folder. It is never a path outside the run folder.
 
     Raises:
-        ValueError: if the run has no evaluations, and the extractor in its config is neither
-            shipped with lit-diffusion nor a .safetensors file with exactly one copy in the run
-            folder.
+        ValueError: if the run has no evaluations, and the extractor in its config cannot be found.
+            The extractor must be shipped with lit-diffusion, or be a .safetensors file with exactly
+            one copy in the run folder.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:

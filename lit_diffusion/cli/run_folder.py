@@ -72,8 +72,8 @@ def read_command_line(argv: Sequence[str]) -> Request:
 
     The run folder is `trainer.default_root_dir` of the command line or of a config. If a run wrote
     this config, the run folder is the folder of the config instead, because the run may have been
-    moved. If `default_root_dir` is not set, the run folder is that of the checkpoint, or else
-    runs/<name of the first config>.
+    moved. If `default_root_dir` is not set, the run folder is the folder of the run that wrote the
+    checkpoint. Without such a checkpoint, it is runs/<name of the first config>.
 
     Args:
         argv: the command, then its options.
@@ -160,7 +160,9 @@ def _join_configs(options: Sequence[str]) -> Iterator[str]:
 
 
 def read_config(config: str | Path) -> Any:
-    """Return the content of a config; {} for a missing file, which the parser reports later.
+    """Return the content of a config.
+
+    For a missing file, return {}, because the parser raises an error for this file later.
 
     A run may be moved. Therefore, in a config that a run wrote, the path of the run folder is
     replaced by the current folder of the config.
@@ -243,7 +245,7 @@ def _resume_configs(root: Path) -> list[Path]:
 def traces(root: Path) -> list[Path]:
     """Files that show that a folder contains a run: curves, scores and checkpoints.
 
-    A metrics.csv that records only non-finite steps does not count if it is the only file.
+    If the only such file is a metrics.csv that records nothing but non-finite steps, return [].
     """
     curves = root / "metrics.csv"
     min_lines = {curves: 2, root / "evaluations.jsonl": 1}

@@ -131,7 +131,7 @@ def resume_line(request: Request, step: int, number: signal.Signals, saved: bool
     Args:
         request: the command line.
         step: optimizer steps completed.
-        number: the signal.
+        number: number of the signal that stopped the fit.
         saved: whether last.ckpt contains the last step.
     """
     last = checkpoint_file(request.root)

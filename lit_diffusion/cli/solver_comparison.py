@@ -80,10 +80,10 @@ class Cell:
 
 
 def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, folder: Path) -> str:
-    """Write images for each solver and number of steps, and comparison.json, .csv and .png.
+    """Generate images with each solver and each number of steps. Return a summary.
 
-    Return a summary. If an interrupted command is repeated, existing images are not generated
-    again.
+    The comparison is written to comparison.json, comparison.csv and comparison.png. If an
+    interrupted command is repeated, existing images are not generated again.
 
     Raises:
         ValueError: if a solver is unknown, if a number of steps is below one, if the module does

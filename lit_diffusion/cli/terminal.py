@@ -13,7 +13,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 
 def has_color(stream: TextIO) -> bool:
-    """Return whether to color text: only in a terminal and without NO_COLOR (no-color.org)."""
+    """Whether to color text: True in a terminal, unless NO_COLOR is set (see no-color.org)."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 

@@ -1,4 +1,4 @@
-"""The run that the doctor examines: built and started by the code of `fit`, on one process."""
+"""Build and start the run that the doctor examines, with the code of `fit`, on one process."""
 
 import math
 import time
