@@ -351,7 +351,7 @@ class EMA(pl.Callback):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps since averaging started; the maximum over several optimizers."""
+        """Number of optimizer steps since averaging started: the maximum over all optimizers."""
         return max([*self._idle_steps.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:
