@@ -23,8 +23,8 @@ class RepresentationAlignment(nn.Module):
     the teacher. The mean is over all positions and all images on one device.
 
     - With the teacher `PretrainedEncoder`, this is REPA. The defaults are the settings of REPA.
-    - With the teacher `SelfTeacher`, this is SRA. Set `distance="smooth_l1"`, and `hidden` to one
-      layer of twice the width. The code of the authors uses the weight 0.2 with SiT, and 0.04 with
+    - With the teacher `SelfTeacher`, this is SRA. Set `distance="smooth_l1"` and
+      `hidden=(2 * width,)`. The code of the authors uses the weight 0.2 with SiT, and 0.04 with
       DiT, so that the term is of the same scale as the loss.
     - With `until_step`, the term is switched off after a number of steps, as in HASTE. HASTE also
       aligns attention maps, which this class does not.

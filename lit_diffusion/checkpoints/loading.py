@@ -67,7 +67,8 @@ def load(
             "mnist". If a file or folder with the name of the model exists, it takes precedence.
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
             specific average, or "power_<width>" for an average of `PowerEMA`, which may be
-            reconstructed from snapshots. An exported folder has only one set of weights.
+            reconstructed from snapshots. An exported folder has only one set of weights,
+            which this argument must name.
         module: module into which to load the weights. If the weights do not fit, the module is
             unchanged. If None, the module is built from the class paths in the checkpoint. A
             checkpoint of a module that was built in Python has no class paths, and needs this
@@ -235,8 +236,8 @@ def instantiate(
     """Build an object from class paths and arguments that come from files.
 
     Args:
-        specs: descriptions of the object, each of which is a dictionary with "class_path" and
-            "init_args", or the name of a class. A later description overrides parts of earlier
+        specs: descriptions of the object. Each is either a dictionary with "class_path" and
+            "init_args" or the name of a class. A later description overrides parts of earlier
             ones.
         base: class or protocol of which the object must be an instance.
         trust: packages from which classes may be built, in addition to `config.trust.TRUSTED`.

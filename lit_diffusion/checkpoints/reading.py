@@ -47,12 +47,12 @@ def read_checkpoint(
     Args:
         path: path of the checkpoint. It is a file, or a folder to which each rank has written its
             shards of the tensors.
-        shapes_only: whether the caller needs only the shapes of tensors. If True, tensors of a file
-            are memory-mapped if the format of the file allows it. Tensors of a folder are zeros
-            that take no memory.
+        shapes_only: whether the caller needs only the shapes of tensors. If True, the function
+            memory-maps the tensors of a file, where the format of the file allows this. For a
+            folder, tensors are replaced by zeros that take no memory.
         parameters: sharded parameters (DTensor) of the module, by name; only for folders. The
-            function then gives weights, averages and optimizer state of these parameters the same
-            sharding, and all ranks must call it. None reads whole tensors.
+            weights, averages and optimizer state of a parameter are then sharded in the same way as
+            the parameter, and all ranks must call this function. None reads whole tensors.
 
     Raises:
         FileNotFoundError: if there is nothing at `path`.

@@ -301,7 +301,7 @@ def _describe(value: object) -> str:
 
 
 def unused_classes(data: object) -> str | None:
-    """Return a hint that an unconditional model ignores its data's classes; None without classes.
+    """Return a hint that an unconditional model ignores classes of the data; None without classes.
 
     Args:
         data: a data module.

@@ -75,9 +75,9 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     format.
 
     If fused=True is passed to the optimizer's constructor, the optimizer itself unscales the
-    gradients of precision=16-mixed. Lightning then does not allow `gradient_clip_val`, not even in
-    bf16-mixed. If this function sets fused=True, the GradScaler unscales the gradients, and
-    clipping is allowed.
+    gradients of precision=16-mixed. For this reason, Lightning does not allow `gradient_clip_val`
+    with such an optimizer, not even in bf16-mixed. If this function sets fused=True, the GradScaler
+    unscales the gradients, and clipping is allowed.
 
     Example:
         >>> adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])  # on a CPU

@@ -101,7 +101,7 @@ class TwoTimesMLP(TimestepMLP):
         zero_(self.interval[2])
 
     def forward(self, noise_label: Tensor) -> Tensor:
-        """(B, 2) levels and intervals, or (B,) levels with the interval 0, -> (B, out_width)."""
+        """Embed levels and intervals (B, 2), or levels (B,) with interval 0, as (B, out_width)."""
         if noise_label.ndim == 1:
             noise_label = torch.stack([noise_label, torch.zeros_like(noise_label)], dim=1)
         level, interval = noise_label.unbind(1)

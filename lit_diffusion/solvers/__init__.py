@@ -1,9 +1,10 @@
-"""Solvers: from noise to images, given a denoise function.
+"""Solvers, which turn noise into images with a function that denoises images.
 
-Solvers do not depend on networks or labels. A solver calls `denoise(x_t, t)`, which contains the
-network, its parameterization and guidance, and draws random numbers with `randn_like(x_t)`. The
-coefficients of a step are float64 scalars, and images keep their dtype. With `clip=True`, solvers
-clamp each estimate of x0 to [-1, 1]. Use `clip=True` for pixels and `clip=False` for latents.
+Solvers do not depend on networks or labels. A solver calls the function `denoise(x_t, t)`,
+which contains the network, its parameterization and guidance. A solver draws random numbers with
+the function `randn_like(x_t)`. The coefficients of a step are float64 scalars, and images keep
+their dtype. With `clip=True`, solvers clamp each estimate of x0 to [-1, 1]. Use `clip=True` for
+pixels and `clip=False` for latents.
 
 Example:
     >>> from lit_diffusion.processes import LinearFlow

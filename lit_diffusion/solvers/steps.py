@@ -63,7 +63,7 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
-    """Return `solver.times`, or the solver's default grid if it is None; None if neither exists.
+    """Return `solver.times`, or the default grid if `times` is None; None without a default.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
