@@ -162,8 +162,8 @@ class TimestepCurriculum(_Curriculum):
     at most 0.028. This means that at most 2.8% of the samples (3.5 in a batch of 128) get a
     different noise level than with uniform sampling.
 
-    `trainer.global_step` counts optimizer steps, so batches whose gradients are accumulated into
-    one step count once. In manual optimization, it counts every step of every optimizer.
+    `trainer.global_step` counts optimizer steps. With gradient accumulation, it therefore rises
+    less often than once per batch. In manual optimization, it counts every step of every optimizer.
 
     Args:
         num_steps: optimizer steps until the density is the Gaussian. The paper reports 50,000 for

@@ -258,8 +258,8 @@ class EMA(pl.Callback):
       Shared parameters are averaged once. If a parameter is unfrozen or added during training, its
       average starts then.
     - Steps are counted for each optimizer, so each network of a GAN is averaged at the steps of its
-      own optimizer. Batches that only accumulate gradients and updates that a GradScaler skips do
-      not count as steps.
+      own optimizer. Neither batches that only accumulate gradients nor updates that a
+      GradScaler skips count as steps.
     - Validation, test and predict use the averages with the first decay, and swap the raw weights
       back in at the end. Inside the context `weights(name)`, they use the weights called `name`
       instead. Before the first update of the averages, all of them use the raw weights.
@@ -699,9 +699,9 @@ class EMA(pl.Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the averages by decay and name, or {} if there are none.
 
-        If weights are split over ranks, all ranks must call this method together. Rank 0 then gets
-        the whole averages, and the other ranks get {}. If each rank saves its own parts of split
-        tensors (see `saves_split_tensors`), each rank gets the parts that it stores.
+        If weights are split over ranks, all ranks must call this method together. What they get
+        depends on `saves_split_tensors`. If it is False, rank 0 gets the whole averages, and the
+        other ranks get {}. If it is True, each rank gets the parts that it stores.
         """
         state = self._averages_state()
         return state if saves_split_tensors(self._module) else gather_state(state)

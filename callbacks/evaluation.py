@@ -302,8 +302,8 @@ def check_images(images: Tensor, num: int) -> None:
 def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
     """Return the first DataLoader whose data set can be indexed by sample, or None.
 
-    An IterableDataset cannot be indexed. The function also skips loaders with `batch_size=None`,
-    because each item of their data sets is a whole batch.
+    The function skips loaders of an IterableDataset, because it cannot be indexed. It also skips
+    loaders with `batch_size=None`, because each item of their data sets is a whole batch.
 
     Example:
         >>> loader = DataLoader([0, 1, 2])

@@ -152,9 +152,9 @@ class FiniteUpdates(pl.Callback):
 
     Raises:
         ValueError: if `max_nonfinite_steps` is negative. At the start of a fit, the error is also
-            raised if an optimizer computes several losses in one step (LBFGS), or if
-            `max_nonfinite_steps` is above 0 and the strategy splits weights or updates them in its
-            own way.
+            raised if an optimizer computes several losses in one step (LBFGS). If
+            `max_nonfinite_steps` is above 0, a strategy that splits weights, or that updates them
+            in its own way, raises the error too.
         FloatingPointError: if too many updates are skipped, or if a checkpoint with non-finite
             weights would be saved.
 

@@ -41,9 +41,9 @@ class PowerEMA(EMA):
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
     use the first average, while `state_dict()` and checkpoints have the raw weights. A resumed run
-    deletes the snapshots of steps after the checkpoint, and cannot add a width. A checkpoint stores
-    the SHA-256 hashes of its snapshots, and reading a snapshot with a different hash raises an
-    error.
+    deletes the snapshots of steps after the checkpoint, and raises an error if you add a width. A
+    checkpoint stores the SHA-256 hashes of its snapshots, and reading a snapshot with a different
+    hash raises an error.
 
     The averages are stored in float32, and their rounding errors grow with the number of steps. For
     example, if the weights move by 10% in a run of 400,000 steps, the rounding errors are 0.3% of

@@ -125,7 +125,7 @@ class SampleGrid(PeriodicEvaluation):
         self._has_read_images, self._training_images, self._median_distance = False, None, None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write grids after each validation of a fit. Generate one sample in the sanity check."""
+        """Write grids after each validation of a fit. In the sanity check, only test `generate`."""
         if trainer.sanity_checking:
             with inference_mode(trainer, pl_module):
                 generate_images(pl_module, [0])

@@ -159,7 +159,7 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 
 
 def output_folder(trainer: pl.Trainer) -> str:
-    """Return the folder in which callbacks write files, the same on all ranks. Collective.
+    """Return the folder for the files of callbacks. All ranks get the same folder. Collective.
 
     The command `lit-diffusion fit` stores this folder in `trainer.run_folder`. If the Trainer does
     not have this attribute, the function returns the folder in which Lightning creates
@@ -217,9 +217,10 @@ def may_read(trainer: pl.Trainer) -> bool:
 def confirm_updates(trainer: pl.Trainer) -> None:
     """Raise an error if the GPU has skipped an update that the host has not noticed. Collective.
 
-    The callback FiniteUpdates lets the GPU skip non-finite updates, and the host may notice a few
-    steps later. Therefore, call this function in `on_train_batch_end` before you evaluate or save
-    weights. The function calls the method `confirm_updates` of each callback that has this method.
+    The callback FiniteUpdates lets the GPU skip non-finite updates, and the host may notice a skip
+    only a few steps later. Therefore, call this function in `on_train_batch_end` before you
+    evaluate or save weights. The function calls the method `confirm_updates` of each callback that
+    has this method.
 
     Example:
         >>> confirm_updates(pl.Trainer(logger=False, accelerator="cpu"))

@@ -132,8 +132,8 @@ def export(
         Text that says what was written.
 
     Raises:
-        ValueError: if the checkpoint does not describe its network, or diffusers does not support
-            the model.
+        ValueError: if the checkpoint does not describe its network, or if diffusers does not
+            support the model.
     """
     import torch
     from torch import nn

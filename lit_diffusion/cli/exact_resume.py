@@ -55,7 +55,7 @@ class ExactResume(AccumulationTracker, Callback):
 
     - In a resumed epoch, Lightning does not call `on_train_epoch_start`, in which
       GradientAccumulationScheduler sets the number of accumulated batches.
-    - Lightning updates ReduceLROnPlateau only after checkpoints are saved, so a resume loses this
+    - Lightning saves checkpoints before it updates ReduceLROnPlateau, so a resume loses this
       update. Lightning also skips the update at the end of a resumed epoch.
     - Lightning does not save `callback_metrics`, which ReduceLROnPlateau, ModelCheckpoint and
       EarlyStopping read.
@@ -78,12 +78,12 @@ class ExactResume(AccumulationTracker, Callback):
     - The checkpoint was saved at the end of an epoch. A resume from it prints a warning, because
       Lightning then counts a step twice in its logs.
 
-    List this callback after GradientAccumulationScheduler. The scheduler's `on_train_start` raises
-    an error if the number of accumulated batches is not 1, and `ExactResume.on_train_start` changes
-    this number.
+    List this callback after GradientAccumulationScheduler. The reason is that this callback changes
+    the number of accumulated batches in `on_train_start`, and the scheduler's `on_train_start`
+    raises an error if this number is not 1.
 
     Attributes:
-        image_count: count of the training images of the fit, for `count_training_images`.
+        image_count: how many training images the fit has used, for `count_training_images`.
     """
 
     def __init__(self) -> None:

@@ -243,9 +243,9 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
     Arguments that are not set come from the solver in the checkpoint. If --solver names a different
-    class, only the arguments `steps`, `clip` and `times` are inherited, if the class has them. A
-    new DDPM without a variance gets `LearnedRange` if the loss trains the variance, and
-    `FixedSmall` otherwise.
+    class, only the arguments `steps`, `clip` and `times` come from the checkpoint, if the class of
+    --solver has them. A new DDPM without a variance gets `LearnedRange` if the loss trains the
+    variance, and `FixedSmall` otherwise.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)
@@ -308,8 +308,8 @@ def build_guidance(
 
     Returns:
         A tuple `(guidance, record)`. The guidance is None for classifier-free guidance with a scale
-        of 1. The record describes the model that --weaker or --classifier names; None without these
-        options.
+        of 1. The record describes the model that --weaker or --classifier names. It is None if
+        neither option is set.
 
     Raises:
         ValueError: if the module does not support the guidance, or if the model of --weaker or

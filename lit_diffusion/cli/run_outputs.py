@@ -1,4 +1,4 @@
-"""Outputs of a fit besides checkpoints and curves: its config, and messages for the user."""
+"""Write the config of a fit, and compose the messages that `fit` prints for the user."""
 
 import shlex
 import signal
