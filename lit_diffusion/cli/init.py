@@ -197,8 +197,11 @@ def _leads_back(path: Path) -> bool:
 
 def method_names() -> list[str]:
     """List the methods of configs/methods that `init` offers: all that train a DiffusionModule."""
-    files = sorted((shipped_configs() / "methods").glob("*.yaml"))
-    return [file.stem for file in files if not re.search("^  class_path", file.read_text(), re.M)]
+    texts = {
+        file.stem: check_regular(file).read_text()
+        for file in sorted((shipped_configs() / "methods").glob("*.yaml"))
+    }
+    return [name for name, text in texts.items() if not re.search("^  class_path", text, re.M)]
 
 
 def build_config(
