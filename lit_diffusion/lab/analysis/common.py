@@ -100,7 +100,7 @@ def print_cost_of_losses(losses: Losses, times: int) -> None:
 
 
 def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) -> Path:
-    """Create the output folder with a plan.json, or check that an existing one has the same plan.
+    """Write plan.json to a new output folder, or check that an existing folder has the same plan.
 
     Raises:
         ValueError: if the folder contains other files, or an analysis with different settings. The

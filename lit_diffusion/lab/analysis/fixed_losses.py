@@ -47,8 +47,8 @@ def evaluate_losses(
 
     Args:
         module: module on whose weights the losses depend.
-        states: one state dict per evaluation. Weights that are missing from a state dict are not
-            changed.
+        states: one state dict per evaluation. Loading a state dict does not change weights that it
+            lacks.
         losses: functions that compute the losses, by name.
 
     Returns:

@@ -140,7 +140,7 @@ def compare(
 
     Raises:
         ValueError: if there are fewer than two arms, if two arms have the same name, if there is no
-            arm with the name of the baseline, or if the target is not positive or cannot be
+            arm with the name of the baseline, if the target is not positive, or if it cannot be
             determined.
 
     Example:

@@ -39,7 +39,7 @@ class SamplePicture(NamedTuple):
 
     Attributes:
         arm: name of the arm.
-        step: optimizer step of the samples.
+        step: number of optimizer steps before the samples were generated.
         png: content of the file.
         seed: training seed of the run.
         weights: name of the weights, "ema" or "raw".

@@ -355,8 +355,8 @@ def select(
     """Group runs by arm, and leave out runs whose FIDs are not comparable.
 
     A run is left out if it was cut short, if one of its files is broken, or if it lacks the metric.
-    It is also left out if its FID was measured with different settings from most runs of the
-    baseline, or if its samples were generated with different settings from most runs of its arm.
+    It is also left out if the settings of its FID differ from most runs of the baseline, or if the
+    settings of its sampler differ from most runs of its arm.
 
     Args:
         runs: runs of an experiment.

@@ -212,7 +212,7 @@ def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
 
 
 def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
-    """Make a table of speed-ups that are measured with other metrics; None if there are none."""
+    """Make a table of speed-ups by metrics other than FID; None if there are no such metrics."""
     if not others:
         return None
     cells: dict[str, dict[str, str]] = {}

@@ -31,7 +31,8 @@ M = TypeVar("M", bound=nn.Module)
 def orthogonal_spectral_norm(module: M) -> M:
     """Initialize a layer with an orthogonal weight and zero bias, and apply spectral norm to it.
 
-    Each forward pass in training mode updates the estimate of the norm with one power iteration.
+    In training mode, each forward pass updates the estimate of the spectral norm with one power
+    iteration.
 
     Example:
         >>> orthogonal_spectral_norm(nn.Linear(4, 2))(torch.randn(3, 4)).shape
