@@ -1,4 +1,4 @@
-"""EDM2's power-function averages of weights, and their reconstruction from a few snapshots.
+"""Compute the decays and factors for EDM2's power-function averages of the weights.
 
 At step t, the average is the integral of `p(tau) * parameters(tau)` over the steps tau in [0, t].
 The profile p is the density
@@ -63,10 +63,10 @@ def power_decay(gamma: float, step: int) -> float:
 def coefficients(
     steps: Sequence[float], gammas: Sequence[float], step: float, gamma: float
 ) -> tuple[Tensor, float]:
-    """Compute factors for a sum of saved averages that approximates an average with a new profile.
+    """Compute factors for saved averages, whose sum approximates an average with a new profile.
 
     A snapshot is a saved average of the weights. Let `p_i` be the profile of snapshot i and `p` the
-    target profile, both as functions of time. The factors `x_i` minimize the L2 norm
+    target profile, both as functions of the optimizer step. The factors `x_i` minimize the L2 norm
     `|sum_i x_i * p_i - p|`, subject to `sum_i x_i = 1`.
 
     Args:
@@ -76,10 +76,10 @@ def coefficients(
         gamma: exponent of the target profile.
 
     Returns:
-        A tuple of the N factors, as a float64 tensor, and the relative error
-        `|sum_i x_i * p_i - p| / |p|`. The error is 0 if `p` is one of the `p_i`. As an example,
-        suppose that there is one snapshot, at the step of the target. If the relative width of the
-        snapshot is an eighth above or below the target's width, the error is about 0.1.
+        A pair: the N factors as a float64 tensor, and the relative error
+        `|sum_i x_i * p_i - p| / |p|`. The error is 0 if `p` is one of the `p_i`. For example, if
+        the only snapshot was saved at the step of the target and its relative width is an eighth
+        above or below the target's, the error is about 0.1.
 
     Raises:
         ValueError: if there are no snapshots, or if `step` is after the last snapshot.

@@ -176,8 +176,8 @@ class FixedSmall:
 class FixedLarge:
     """Reverse steps with the variance of `q(x_t | x_s)`, which is optimal for standard normal data.
 
-    Only the step to the clean image has the log-variance `Posterior.log_variance`, as in
-    improved-diffusion.
+    The step to the clean image is an exception. As in improved-diffusion, its log-variance is
+    `Posterior.log_variance`.
 
     Source: Ho et al. 2020 (DDPM), section 3.2; Nichol & Dhariwal 2021 (improved-diffusion).
 

@@ -62,7 +62,7 @@ class Stride:
     """Every k-th integer time from 0, where k is the smallest stride that gives `steps` times.
 
     Improved-diffusion calls this grid "ddimN", where N is the number of steps. The noisiest time
-    T - 1 is part of the grid only if k divides T - 1.
+    T - 1 is part of the grid only if T - 1 is a multiple of the stride k.
 
     Source: Song et al. 2021 (DDIM), appendix D.2.
 
@@ -138,9 +138,9 @@ class Karras:
     """Times that are evenly spaced in `(sigma / alpha)**(1 / rho)`, as in EDM.
 
     Args:
-        rho: number > 0. With rho = 1, the times are evenly spaced in the noise level
-            `sigma / alpha`. With a large rho, the times are almost evenly spaced in the logarithm
-            of the noise level.
+        rho: number > 0 that sets the spacing. With rho = 1, the times are evenly spaced in the
+            noise level `sigma / alpha`. With a large rho, the times are almost evenly spaced in the
+            logarithm of the noise level.
         noisiest: lowest log SNR of the grid. If the log SNR of the process is never that low, the
             grid starts at the noisiest time of the process.
 

@@ -130,7 +130,7 @@ class Autoguidance:
 
     The weaker model should make errors of the same kind as this model, but larger errors. Then, the
     extrapolation reduces the errors. Use a smaller model, or a model that was trained for fewer
-    steps. The weaker model gets the same labels as this model. Therefore, samples improve without
+    steps. Because the weaker model gets the same labels as this model, samples improve without
     losing diversity, and training needs no label dropout.
 
     Args:

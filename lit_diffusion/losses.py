@@ -213,10 +213,10 @@ class FDMWarmup:
     bound rises from 5 to 500. From step K on, and in validation, W has no upper bound.
 
     Args:
-        base: the weighting to bound. FDM uses `Simple`.
-        warmup_steps: number of optimizer steps with a bound. For CIFAR-10, the authors use 200 with
-            EDM and 400 with VP and VE. For FFHQ, they use 800 with EDM and 400 with VP and VE. For
-            AFHQ, they use 400.
+        base: the weighting whose W is bounded. FDM uses `Simple`.
+        warmup_steps: number of optimizer steps in which W is bounded. For CIFAR-10, the authors use
+            200 with EDM and 400 with VP and VE. For FFHQ, they use 800 with EDM and 400 with VP and
+            VE. For AFHQ, they use 400.
 
     Raises:
         ValueError: if warmup_steps < 1.

@@ -66,8 +66,8 @@ class WarmupLinear(WarmupConstant):
         total_steps: number of optimizer steps of the whole run, including the warm-up. If None,
             `DiffusionModule` sets it to the length of the fit.
         warmup_steps: number of optimizer steps in the warm-up.
-        final_factor: ratio of the final lr to the peak lr. The final lr would be used in step
-            `total_steps`, counted from 0, which comes after the last step of the run.
+        final_factor: ratio of the final lr to the peak lr. The lr would reach the final lr in
+            step `total_steps` (counted from 0), which follows the last step of the run.
 
     Raises:
         ValueError: if total_steps <= warmup_steps.
@@ -119,7 +119,7 @@ class WarmupLinear(WarmupConstant):
         self.total_steps = total_steps
 
     def decay(self, done: float) -> float:
-        """Return the remaining part of the decay, from 1 to 0, after the fraction `done` of it."""
+        """Return a factor that falls from 1 to 0 as the fraction `done` of the decay rises to 1."""
         return 1 - done
 
 

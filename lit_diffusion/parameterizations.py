@@ -211,9 +211,9 @@ class FDM:
         u = (level - sigma_min) / (sigma_max - sigma_min).
 
     At noise levels far above sigma_max, `s * x_t / alpha` is almost 0, so the network does not see
-    x_t. At these levels, the target must not depend on x_t. If the process has such levels, use
-    `Velocity` or `EDMPreconditioning` as `base`. For example, 1000 `CosineBetas` have noise levels
-    up to 20,000.
+    the noise in x_t and cannot predict it. If the process has such levels, use `Velocity` or
+    `EDMPreconditioning` as `base`, because their targets hardly depend on the noise at these
+    levels. For example, a process with `CosineBetas(1000)` has noise levels up to 20,000.
 
     Args:
         base: the parameterization whose network input is damped.
@@ -267,27 +267,28 @@ class FDM:
 class ContrastCorrection:
     """Undoes the bias of `auxiliary_losses.ContrastiveFlow` when x0 is estimated.
 
-    The network outputs what `base` defines, plus the bias. With the mean of x0, the output that
-    `base` gets is
+    The network outputs what `base` defines, plus the bias. To remove the bias, this class replaces
+    the network's output, before `base` estimates x0 from it, with
 
         (1 - weight) * output + weight * base.target(mean, noise=0, alpha, sigma).
 
-    The training target is the target of the base. Thus, you can train with or without this class,
-    and sample either way.
+    The training target is the target of the base, so this class matters only where x0 is estimated.
+    Therefore, you can add it to a trained network, or remove it, before you sample.
 
     At the optimum, the corrected model equals a model that was trained without the contrastive
     term. The formula holds if the target is linear in x0 and noise, as the targets of all classes
     in this file are.
 
     Conversely, the weight `-w / (1 - w)` adds the bias of `ContrastiveFlow(w)` to a model that was
-    trained without the contrastive term. This is a control: it shows how much of the effect of
-    `ContrastiveFlow` is the bias of its samples.
+    trained without the contrastive term. Such a model is a control experiment: it shows how much of
+    the effect of `ContrastiveFlow` is the bias of its samples.
 
     Args:
         base: the parameterization with which the network was trained.
-        weight: weight of the `ContrastiveFlow`, or the negative weight above.
+        weight: weight w of the `ContrastiveFlow`, or `-w / (1 - w)` to add the bias instead of
+            removing it.
         mean: mean of x0 over the training images: a number, or nested lists that broadcast against
-            (C, H, W). It does not matter if `base` is `Epsilon`.
+            (C, H, W). With `Epsilon` as `base`, the mean has no effect.
 
     Raises:
         ValueError: if weight >= 1, or if it is 0 or not finite.

@@ -179,9 +179,9 @@ class DiscreteVP:
     """Variance-preserving process in T steps: `alpha**2 = alpha_bar`, `sigma**2 = 1 - alpha_bar`.
 
     Times range from 0 (least noisy) to T - 1. Time -1 is the clean image. Solvers may also evaluate
-    times between integers, where the log SNR is interpolated linearly. If the log SNR is infinite
-    at one of the two integers (the clean image, or a step with an SNR of 0), alpha-bar is
-    interpolated instead.
+    times between integers, for which the log SNR is interpolated linearly between the two
+    neighboring integers. If the log SNR of a neighbor is infinite (the clean image, or a step with
+    an SNR of 0), alpha-bar is interpolated instead.
 
     Args:
         betas: schedule of the betas.
@@ -360,8 +360,9 @@ class LinearFlow:
 
     Args:
         t_min: least noisy time in training.
-        label_scale: factor on t in the noise label. With 1000, derivatives of a network with
-            respect to t are large. `MeanFlow` trains better with 1.
+        label_scale: factor on t in the noise label. With 1000, the derivative of the network's
+            output with respect to t is large. `MeanFlow`, whose target contains this derivative,
+            trains better with 1.
 
     Raises:
         ValueError: unless 0 < t_min < 1 and 0 < label_scale < inf.
@@ -477,8 +478,8 @@ class VE(EDMProcess):
     """Variance-exploding process: `EDMProcess` with noise levels from 0.02 to 100.
 
     The network gets `ln(sigma / 2)` as its noise label. To train as in Song et al., use `Epsilon`
-    and `Uniform` times. The network of Song et al. learns sigma times the score, which is minus the
-    noise.
+    and `Uniform` times. The network of Song et al. learns sigma times the score, which is the
+    target of `Epsilon` with the opposite sign.
 
     Args:
         sigma_min: smallest noise level, in units of x0.

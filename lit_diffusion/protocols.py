@@ -49,8 +49,8 @@ class Denoised(NamedTuple):
             logarithm of the posterior variance, and 1 means the logarithm of the variance beta of
             `q(x_t | x_s)`. Other values interpolate linearly. None if the network does not learn
             the variance.
-        shift: (B, C, H, W) gradient of a classifier. `DDPM` adds the variance of the step times
-            `shift` to the mean of the step. None without `ClassifierShift`.
+        shift: (B, C, H, W) gradient of a classifier. `DDPM` adds `variance * shift` to the mean of
+            each reverse step. None without `ClassifierShift`.
 
     Example:
         >>> x_t = torch.full((1, 1, 2, 2), 0.5)
@@ -117,7 +117,7 @@ None means no condition."""
 
 
 def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
-    """Apply a function to conditions. If conditions are tuples, apply it to each of their parts.
+    """Apply a function to conditions, or to each part of conditions that are tuples.
 
     Example:
         >>> by_part(lambda part: part[:1], (torch.zeros(4, 8), torch.ones(4)))
@@ -305,7 +305,7 @@ class Loss(Protocol):
         parameterization: Parameterization,
         /,
     ) -> Tensor:
-        """Compute the losses of the samples, (B,), from their weighted squared errors, (B,)."""
+        """Compute the loss (B,) of each sample from its weighted squared error (B,)."""
 
 
 class NoisedBatch(NamedTuple):
@@ -316,7 +316,8 @@ class NoisedBatch(NamedTuple):
         condition: condition of the images, after label dropout.
         t: (B,) float64 times of the process.
         noise: (B, C, H, W) noise, with `x_t = alpha(t) * x0 + sigma(t) * noise`.
-        u: (B,) float64 numbers in [0, 1), from which the distribution of the times computes t.
+        u: (B,) float64 numbers in [0, 1). The time t is the quantile of the distribution of times
+            at u.
         images: the images as the data module returns them: uint8 (B, 3, H', W') pixels, or
             floating-point moments of latents.
     """
@@ -416,7 +417,7 @@ class Variance(Protocol):
         Args:
             log_beta: logarithm of the variance of `q(x_t | x_s)` for the step from t to s.
             log_posterior: logarithm of the variance of `q(x_s | x_t, x0)`.
-            last: True for the step to the clean image.
+            last: whether the step ends at the clean image.
             frac: `Denoised.logvar_frac`; None if the network does not learn the variance.
         """
 
@@ -540,8 +541,8 @@ class DescribesSampling(Protocol):
 class HasNoiseLevels(Protocol):
     """A module that computes the loss of images at given noise levels.
 
-    This protocol does not support `isinstance`. In Python 3.12 and later, `isinstance` would return
-    False if the module's codec is an nn.Module.
+    This protocol does not support `isinstance`, because in Python 3.12 and later, `isinstance`
+    would return False for a module whose codec is an nn.Module.
     """
 
     @property

@@ -94,8 +94,7 @@ class PerSampleNoise:
 
     Args:
         seeds: one integer per sample.
-        stream: name of the purpose of the noise. With the same seed, different streams give
-            different noise.
+        stream: name of the noise's purpose. Two streams with the same seed give different noise.
 
     Attributes:
         generators: one generator per sample. If you pass them to a diffusers pipeline, the pipeline

@@ -49,7 +49,7 @@ def draw_uniforms(
 
 
 def bin_of(u: Tensor, num_bins: int) -> Tensor:
-    """Return the int64 index of each u's bin, if [0, 1] is divided into `num_bins` equal bins.
+    """Divide [0, 1] into `num_bins` equal bins, and return the int64 index of the bin of each u.
 
     Example:
         >>> bin_of(torch.tensor([0.0, 0.49, 0.5, 0.99]), num_bins=2)
@@ -200,8 +200,8 @@ class LogitNormal(LogNormal):
     with different default arguments.
 
     Args:
-        mean: mean of `logit(t)`. If it is above 0, noisy images are trained more often. The best
-            values in SD3 are mean 0 and std 1.
+        mean: mean of `logit(t)`. If it is above 0, t > 1/2 is drawn more often than t < 1/2, so
+            noisy images are trained more often. The best values in SD3 are mean 0 and std 1.
         std: standard deviation of `logit(t)`.
 
     Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 19.

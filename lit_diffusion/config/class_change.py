@@ -13,8 +13,8 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
 
     jsonargparse alone would keep the arguments that the new class has too. For example, it would
     pass the time grid of the earlier solver to the new solver. Two paths of the same class count as
-    the same class. The arguments also stay if `spec` names a subclass of an nn.Module, such as
-    `MeanFlow` after `DiffusionModule`.
+    the same class. The arguments also stay if the earlier class is an nn.Module and `spec` names a
+    subclass of it, such as `MeanFlow` after `DiffusionModule`.
 
     Args:
         previous: class path and arguments in the earlier configs and options; None if there are

@@ -15,12 +15,14 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
     """Explain an error of jsonargparse in one or two lines, with the dotted key of the setting.
 
     The message of jsonargparse is long, because it lists all alternatives for each nested class.
-    This function follows the chain of exceptions that led to the error. The innermost exception
-    gives the cause in one line, and the others give the keys of the setting.
+    This function follows the chain of exceptions that led to the error. The message of the
+    innermost exception states the cause in one line. The messages of the other exceptions name the
+    keys that lead to the setting.
 
     Args:
         error: exception that a parser has raised.
-        options: names of the options of the parser, from which the message suggests the closest.
+        options: names of the parser's options. If an option is unknown, the message suggests the
+            closest of these names.
     """
     chain: list[BaseException] = []  # the error and its causes, the outermost first
     cause: BaseException | None = error

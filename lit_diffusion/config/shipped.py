@@ -45,14 +45,14 @@ def find_shipped_config(path: str) -> str | None:
 def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Replace names of installed configs on a command line with their paths.
 
-    Names are replaced in positional arguments and in values of `CONFIG_OPTIONS`. An argument may
-    join several names with +.
+    The function replaces names in positional arguments and in the values of `CONFIG_OPTIONS`. A
+    value may consist of several names that are joined with +, such as `a.yaml+b.yaml`.
 
     Args:
         args: a command and its arguments.
 
     Returns:
-        The new command line, and a dictionary of the replaced names and their paths.
+        The new command line, and a dictionary that maps each replaced name to its path.
     """
     shipped_paths: dict[str, str] = {}
 

@@ -109,10 +109,13 @@ class ImageDataModule(LightningDataModule):
         """Open a split, without augmentation."""
 
     def check(self) -> None:
-        """Download or verify the files, and raise an error if that fails. Runs once per node."""
+        """Download or verify the files, and raise an error if that fails.
+
+        This method runs once per node.
+        """
 
     def pending_setup(self) -> str | None:
-        """Return a clause that names the files that `check` will download or unpack, or None."""
+        """Return a clause that names the files that `check` will download or unpack, if any."""
         return None
 
     def default_workers(self) -> int:
@@ -255,7 +258,7 @@ class ImageDataModule(LightningDataModule):
 
 
 def identity_collate(batch: Any) -> Any:
-    """Return the argument unchanged. The `collate_fn` of datasets whose items are whole batches.
+    """Return the argument unchanged, as `collate_fn` of a dataset whose items are whole batches.
 
     Example:
         >>> identity_collate([1, 2])

@@ -17,8 +17,8 @@ from lit_diffusion.files import check_regular
 class CIFAR10(ImageDataModule):
     """CIFAR-10: 50,000 training and 10,000 held-out color images of 32x32 pixels, in ten classes.
 
-    Missing files are downloaded. If there is no network, put the files into `root`. Before a
-    file is opened, its MD5 is compared with the published MD5.
+    Missing files are downloaded. Without internet access, put the files into `root` yourself.
+    Before a file is opened, its MD5 is compared with the published MD5.
 
     Args:
         root: folder that contains `cifar-10-batches-py` or `cifar-10-python.tar.gz`. Missing files
@@ -69,7 +69,7 @@ class CIFAR10(ImageDataModule):
             raise self._missing_files_error(f"could not be downloaded ({error})") from error
 
     def pending_setup(self) -> str | None:
-        """Return a clause if the archive will be downloaded or unpacked, and None otherwise."""
+        """Return a clause that announces a download or unpacking; None if neither is needed."""
         if not self._faults():
             return None
         archive = self.root / self.source.filename

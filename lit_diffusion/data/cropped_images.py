@@ -110,7 +110,7 @@ class Requirements:
         return self.find_mismatch(mode, side)
 
     def find_mismatch(self, mode: str, side: int) -> str | None:
-        """Return why an image of this mode and shorter side (in pixels) is unusable, or None."""
+        """Return why an image with this mode and side is unusable; None if it is usable."""
         expected = IMAGE_MODES[self.channels]
         if mode not in ({expected} if self.strict else CONVERTIBLE_MODES):
             return f"has mode {mode}, not {expected}"
@@ -133,7 +133,7 @@ class CroppedImages(ImageDataset):
         """Return the images at `index` of the split, decoded lazily, and their labels (B,)."""
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the images at `index` of the split, each with the augmentation of its epoch."""
+        """Load image `index[i]` with the augmentation of epoch `epochs[i]`, for each i."""
         images, labels = self.read(index)
         crops = []
         for image, epoch, i in zip(images, epochs, index, strict=True):
@@ -199,8 +199,8 @@ class CroppedImageDataModule(ImageDataModule):
     def default_workers(self) -> int:
         """Number of CPU cores for each process of this node, at most 16.
 
-        Under SLURM, a process sees only its own cores. Otherwise, the processes of a node share the
-        cores that they see.
+        Under SLURM, a process sees only its own cores. Otherwise, all processes of a node see the
+        same cores, so the number of cores is divided by the number of processes.
         """
         is_shared = self.trainer is not None and not SLURMEnvironment.detect()
         processes = self.trainer.num_devices if self.trainer and is_shared else 1

@@ -68,7 +68,7 @@ class ImageDataset(Dataset[Batch]):
 
     @abstractmethod
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the images at `index` of the split, each with the augmentation of its epoch."""
+        """Load image `index[i]` with the augmentation of epoch `epochs[i]`, for each i."""
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
         """The batch with these keys. DataLoader calls this method once per batch."""
@@ -99,7 +99,7 @@ class TensorImages(ImageDataset):
         return len(self.images)
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the images at `index` of the split, each with the augmentation of its epoch."""
+        """Load image `index[i]` with the augmentation of epoch `epochs[i]`, for each i."""
         rows = torch.tensor(index, dtype=torch.int64)
         images = self.images[rows]
         if self.flip and self.seed is not None:

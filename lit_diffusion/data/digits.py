@@ -53,7 +53,7 @@ class Digits(ImageDataModule):
 
 
 def is_held_out(labels: Tensor) -> Tensor:
-    """Return a mask (N,) bool of the held-out digits, given all labels (N,) of scikit-learn's file.
+    """Return a bool mask (N,) of the held-out digits, from the labels (N,) of scikit-learn's file.
 
     In each class, the 36 digits with the smallest hashes `fold("digits held out", i)` are held out,
     where i is the index of a digit in the file.
@@ -111,7 +111,7 @@ class DescribedDigits(Digits):
         return TensorImages(digits.images, self.condition_of(numbers))
 
     def condition_of(self, seeds: Tensor) -> Tensor:
-        """Return word ids (B, 4) int64 for images to generate. Seed s gets description `s % 90`."""
+        """Return int64 word ids (B, 4) for images to generate. Seed s has description `s % 90`."""
         words = DigitWords().for_seeds(seeds.tolist())
         assert isinstance(words, Tensor)
         return words

@@ -276,14 +276,15 @@ class ImageFolder(ImageFileDataModule):
             `fold("held out", name)` of their names are held out.
         image_size: pixels on each side of a crop, >= 1.
         strict: whether to raise an error if an image is smaller than `image_size` or its mode does
-            not fit `channels`. If False, such images are enlarged and converted. Alpha is dropped
-            if `channels` is 1 or 3.
+            not fit `channels`. If False, such images are enlarged and converted. The alpha channel
+            is dropped if `channels` is 1 or 3.
         **options: options of `ImageFileDataModule`: full_check, cache_dir; channels, flip,
             random_crop; batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: if a folder does not exist.
-        ValueError: if a folder is empty or has unusable files. The message names them.
+        ValueError: if a folder is empty or has unusable files. The message names the folder or
+            files.
 
     Example:
         >>> data = ImageFolder("photos/train", val=100, image_size=64, flip=True, batch_size=64)

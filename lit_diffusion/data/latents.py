@@ -83,7 +83,7 @@ class LatentIndex:
             return index
 
     def write(self, folder: Path) -> None:
-        """Write or replace the index. All processes may call this, and write the same content."""
+        """Write or replace the index. All processes may call this, with the same content."""
         atomic_write_text(folder / INDEX, f"{json.dumps(asdict(self), indent=1)}\n", shared=True)
 
     def shards(self) -> list[tuple[str, range, bool]]:
@@ -95,7 +95,7 @@ class LatentIndex:
         ]
 
     def missing_shards(self, folder: Path) -> list[tuple[str, range, bool]]:
-        """List the shards that are missing, truncated, or from different images or VAE weights."""
+        """List shards that are missing, truncated, or computed from other images or VAE weights."""
         missing = []
         for shard in self.shards():
             path, digest = folder / shard[0], None
@@ -109,7 +109,8 @@ class LatentIndex:
         """Write a shard of moments (n, 2C, h, w) and labels (n,), atomically.
 
         Raises:
-            ValueError: if a moment is not finite in float16, as from a VAE with damaged weights.
+            ValueError: if a moment is not finite in float16, for example because weights of the VAE
+                are damaged.
         """
         half = moments.half().contiguous()
         if not half.isfinite().all():
@@ -150,7 +151,7 @@ class ShardedLatents(ImageDataset):
         return len(self.rows)
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Load the latents at `index` of the split, each with the augmentation of its epoch."""
+        """Load latent `index[i]` with the augmentation of epoch `epochs[i]`, for each i."""
         positions = torch.tensor(index, dtype=torch.int64)
         moments = []
         for epoch, i in zip(epochs, index, strict=True):

@@ -15,7 +15,7 @@ from lit_diffusion.data.datasets import TensorImages, take_part
 class MNIST(ImageDataModule):
     """MNIST: 60,000 training and 10,000 held-out gray digits of 28x28 pixels.
 
-    Missing files are downloaded. If there is no network, put the files into `root`.
+    Missing files are downloaded. Without internet access, put the files into `root` yourself.
 
     Args:
         root: folder that contains `MNIST/raw/train-images-idx3-ubyte` and the other files. Missing
@@ -26,7 +26,8 @@ class MNIST(ImageDataModule):
     Raises:
         FileNotFoundError: if files are missing and cannot be downloaded. The message names the
             files and their folder.
-        ValueError: if a file is truncated or has unexpected content, or unless 0 <= k < n.
+        ValueError: if a file is truncated or has unexpected content, or if `part` does not satisfy
+            `0 <= k < n`.
 
     Source: Y. LeCun, C. Cortes and C. Burges, "The MNIST database of handwritten digits", 1998.
 
@@ -107,7 +108,7 @@ class MNIST(ImageDataModule):
 class FashionMNIST(MNIST):
     """FashionMNIST: 60,000 training and 10,000 held-out gray images of clothes, 28x28 pixels.
 
-    Missing files are downloaded. If there is no network, put the files into `root`.
+    Missing files are downloaded. Without internet access, put the files into `root` yourself.
 
     Args:
         root: folder that contains `FashionMNIST/raw/train-images-idx3-ubyte` and the other files.
@@ -118,7 +119,8 @@ class FashionMNIST(MNIST):
     Raises:
         FileNotFoundError: if files are missing and cannot be downloaded. The message names the
             files and their folder.
-        ValueError: if a file is truncated or has unexpected content, or unless 0 <= k < n.
+        ValueError: if a file is truncated or has unexpected content, or if `part` does not satisfy
+            `0 <= k < n`.
 
     Source: Xiao, Rasul & Vollgraf 2017 (arXiv 1708.07747).
 

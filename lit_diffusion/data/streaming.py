@@ -1,4 +1,4 @@
-"""Image sets too large for the local disk, as chunks of litdata in a bucket or mounted folder.
+"""Stream images from litdata chunks in a bucket or folder, if the local disk is too small.
 
 This module uses only litdata's reader of single samples. For each sample, the reader makes two HTTP
 range requests to a bucket, or reads a memory-mapped file in a folder. litdata's own loader is not
@@ -75,8 +75,8 @@ class Fields:
         """Return the undecoded image of a sample, and its label (-1 if labels are ignored).
 
         Raises:
-            ValueError: if a key is missing or the label is out of range. The message calls the
-                sample `name`.
+            ValueError: if a key is missing or the label is out of range. The message contains
+                `name`, the name of the sample.
         """
         keys = list(sample) if isinstance(sample, dict) else []
         for key in (self.image,) if self.num_classes is None else (self.image, self.label):

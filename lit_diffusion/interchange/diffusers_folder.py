@@ -37,8 +37,8 @@ def write_diffusers(
         module: module whose process, parameterization and solver determine the scheduler.
         record: dictionary with "network" (class path and arguments) and "image_shape".
         state: weights of the network by name.
-        vae: folder of an AutoencoderKL to copy into the pipeline; None copies none. A DiTPipeline
-            without an AutoencoderKL cannot be loaded.
+        vae: folder of an AutoencoderKL to copy into the pipeline. If None, the pipeline has no
+            AutoencoderKL, and a DiTPipeline cannot be loaded.
 
     Returns:
         Remarks for the user, as sentences.
@@ -98,9 +98,9 @@ def write_diffusers(
 def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] = (0, 1)) -> str:
     """Generate images from the same seeds with a pipeline and its module, and compare them.
 
-    The pipeline and the module start from the same noise, and use the classes that `generate` uses
-    for the seeds. Both take as many steps as the module's solver. The pipeline uses no guidance. If
-    the images are latents, they are not decoded for the comparison.
+    The pipeline and the module start from the same noise, take the same number of steps, and use
+    the classes that `generate` uses for the seeds. The pipeline uses no guidance. If the images are
+    latents, they are not decoded for the comparison.
 
     Args:
         folder: folder of the pipeline, which `write_diffusers` has written from the module.
@@ -108,8 +108,8 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
         seeds: one integer per image.
 
     Returns:
-        Sentences that name the solvers of pipeline and module, and give the maximal and mean
-        difference of the images.
+        Sentences that name the solvers of the pipeline and of the module, and give the maximum and
+        the mean difference between their images.
     """
     folder = Path(folder)
     index = _read_json(folder / "model_index.json")

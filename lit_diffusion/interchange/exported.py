@@ -106,7 +106,7 @@ def read_as_checkpoint(folder: str | Path) -> tuple[Json, str]:
 
     Returns:
         A checkpoint, as a dictionary, and the name of the weights. The content may come from a
-        stranger, so the caller must check it as in any checkpoint.
+        stranger, so the caller must check it like the content of any checkpoint.
 
     Raises:
         FileNotFoundError: if the folder contains no exported network.
@@ -255,9 +255,9 @@ def load_network(folder: str | Path) -> nn.Module:
 def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
     """Build a network from JSON arguments.
 
-    Two arguments of networks are objects: `condition`, and `network` of `Patched`. In JSON, each of
-    them is a dictionary with class_path and init_args. Only classes in `NETWORKS` and `CONDITIONS`
-    are built.
+    The argument `condition` of a network and the argument `network` of `Patched` are objects. In
+    JSON, such an object is a dictionary with class_path and init_args. Only classes in `NETWORKS`
+    and `CONDITIONS` are built.
 
     Example:
         >>> classes = {"class_path": "lit_diffusion.networks.conditions.Classes",

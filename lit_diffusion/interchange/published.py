@@ -1,4 +1,4 @@
-"""Import published checkpoints, with arguments of the network inferred from shapes of weights.
+"""Import published checkpoints, and infer the network's arguments from the weights' shapes.
 
 Some arguments do not affect shapes and must be passed: the number of attention heads, the order of
 the heads in the weights of q, k and v, and whether the label embedding has a row for "no class". An
@@ -84,8 +84,9 @@ def model_config(spec: Json) -> Json:
     """Return a config of an imported network, to be added to a config with all other settings.
 
     The returned config sets all arguments of the network, even those with default values.
-    Otherwise, the values in the other config would stay in effect. The returned config also sets
-    the number of classes and, if the network supports only one image size, the image shape.
+    Otherwise, values from the config to which it is added would stay in effect. The returned config
+    also sets the number of classes and, if the network supports only one image size, the image
+    shape.
 
     Args:
         spec: the result of `convert`.

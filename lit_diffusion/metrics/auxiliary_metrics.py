@@ -1,9 +1,9 @@
 """Auxiliary metrics: further scores of the samples with which an FID was computed.
 
 A method that was tuned on one FID may improve only this FID. Therefore, the auxiliary metrics score
-the same samples with the features of other extractors, and against held-out images. They also
-measure how many samples are near copies of training images. A record in evaluations.jsonl stores
-the metrics under the key "second_look".
+the same samples with other feature extractors, and compare the samples with held-out images. They
+also measure how many samples are near copies of training images. A record in evaluations.jsonl
+stores the metrics under the key "second_look".
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorize
 
 @dataclass(frozen=True)
 class FeatureComparison:
-    """Inputs of a Frechet distance besides the samples: feature extractor and reference statistics.
+    """Feature extractor and reference statistics with which a Frechet distance scores samples.
 
     Attributes:
         name: name of the metric; "" for the FID itself.
@@ -64,12 +64,12 @@ class AuxiliaryMetrics:
 
     Attributes:
         comparisons: Frechet distances to measure. The first is the FID.
-        memorization: features (N, F) of the training images, and the median distance from a
-            held-out image to its nearest training image. A sample counts as memorized if it is
-            within this distance of a training image. This is true for all copies of training
-            images, and for about half of the samples that are as new as held-out images. The
-            attribute is None on all processes except the first, and for data without a training and
-            a validation split.
+        memorization: pair of the training images' features (N, F) and the median distance from a
+            held-out image to its nearest training image. A sample counts as memorized if its
+            distance to the nearest training image is at most this median. All copies of training
+            images count as memorized. If samples are as far from the training images as held-out
+            images are, about half of them count, too. None on all processes except the first, and
+            for data that lack a training or a validation split.
         num_samples: number of samples in an evaluation.
     """
 
@@ -154,8 +154,8 @@ def build_auxiliary_metrics(
 ) -> AuxiliaryMetrics:
     """Measure the real images with which the auxiliary metrics compare samples.
 
-    If `real` is the training split, the metrics include the distance of samples to the held-out
-    images `others`. All processes must call this function.
+    If `real` is the training split, the metrics include the Frechet distance between the samples
+    and the held-out images `others`. All processes must call this function.
 
     Args:
         fid: the comparison that computes the FID.

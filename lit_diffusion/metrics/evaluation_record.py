@@ -1,4 +1,4 @@
-"""Records of evaluations, the count of training images, and the timing of an evaluation."""
+"""Record the results of evaluations, count training images, and time evaluations."""
 
 import json
 import math
@@ -110,10 +110,10 @@ def finite_or_none(value: float) -> float | None:
 def write_evaluation(path: Path, record: FIDRecord) -> None:
     """Write a record to evaluations.jsonl, and replace older records of the same measurement.
 
-    Two records belong to the same measurement if their steps and all settings are equal. This
-    happens if a run resumes from an earlier step and repeats an evaluation. If `record.images` is
-    None, as in evaluations outside a fit, the new line keeps the number of images of the replaced
-    line.
+    Two records belong to the same measurement if their steps and all settings are equal. For
+    example, a run that resumes from an earlier step repeats measurements. The number of training
+    images, `record.images`, is None in evaluations outside a fit. The new line then takes this
+    number from the line that it replaces.
 
     Args:
         path: the file, which is created if it does not exist.
@@ -147,8 +147,8 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 class ImageCount(NamedTuple):
     """Count of training images over all processes, valid even if a resume changes the batch size.
 
-    After `batches` batches on each process, the count was `images`. Every later batch adds
-    `per_batch` images, summed over processes. A number is None if it is unknown.
+    After each process had trained on `batches` batches, the count was `images`. After that, one
+    more batch on each process adds `per_batch` images in total. An unknown number is None.
 
     Example:
         >>> ImageCount(images=1000, batches=10, per_batch=64).at(batches=12)
@@ -160,13 +160,13 @@ class ImageCount(NamedTuple):
     per_batch: int | None
 
     def at(self, batches: int) -> int | None:
-        """Return the count after `batches` batches on each process since the start of the run."""
+        """Return the count after each process has trained on `batches` batches in this run."""
         if self.images is None or self.per_batch is None:
             return None
         return self.images + (batches - self.batches) * self.per_batch
 
     def resumed(self, batches: int, per_batch: int | None) -> "ImageCount":
-        """Return the count when a run resumes after `batches` batches with a new `per_batch`."""
+        """Return the count for a resume after `batches` batches with a new `per_batch`."""
         if per_batch == self.per_batch:
             return self
         return ImageCount(self.at(batches), batches, per_batch)
@@ -181,8 +181,8 @@ def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> I
 
     Args:
         trainer: trainer of the fit.
-        previous: count in the checkpoint from which the fit resumes. If it is None, the function
-            assumes that batches before the resume had the current batch size.
+        previous: count of training images in the checkpoint from which the fit resumes. If it is
+            None, the function assumes that batches before the resume had the current batch size.
     """
     batch_size = getattr(trainer.train_dataloader, "batch_size", None)
     per_batch = int(batch_size * trainer.world_size) if batch_size else None
@@ -254,7 +254,7 @@ class EvaluationClock:
         self._phases[name] += time.monotonic() - start
 
     def tick(self, samples: int) -> None:
-        """Add `samples` to the number of finished samples, and print a line if one is due."""
+        """Add `samples` to the number of finished samples, and print progress from time to time."""
         self._done = min(self._done + samples, self._total)
         if self._done == 0:
             return

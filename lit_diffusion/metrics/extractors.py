@@ -41,7 +41,7 @@ from 32x32 to the same grid."""
 
 @runtime_checkable
 class FIDProtocol(Protocol):
-    """An FID protocol: a feature extractor with a name, fixed weights and a fixed resizing.
+    """FID protocol: a named feature extractor with fixed weights and a fixed way to resize images.
 
     Example:
         >>> isinstance(Pixels(channels=3), FIDProtocol)
@@ -82,8 +82,8 @@ class InceptionV3Compat:
     The features are the 2048 pooled features of the Inception-v3 network of 2015-12-05. Images are
     resized to 299x299 as in TensorFlow 1, with bilinear interpolation and without antialiasing.
     FIDs with this protocol equal FIDs from torchmetrics' `FrechetInceptionDistance` with
-    `antialias=False`. With torchmetrics' default, which is antialiasing, FIDs are not comparable
-    with published FIDs.
+    `antialias=False`. By default, torchmetrics uses antialiasing, so that its FIDs are not
+    comparable with published FIDs.
 
     Args:
         weights_path: weight file. None means torch-fidelity's file in the cache of `torch.hub`.
@@ -240,8 +240,8 @@ class EmbeddedCNN(_SmallCNN):
     classifiers have only 64 features. Such an FID is comparable only with FIDs of the same
     classifier, never with published FIDs.
 
-    Each classifier was trained on the training split of its data alone, with
-    tests/benchmarks/train_classifiers.py of commit 4282dab.
+    Each classifier was trained only on the training split of its dataset, with the script
+    tests/benchmarks/train_classifiers.py at commit 4282dab.
 
     Args:
         name: "digits-cnn" or "patches-cnn".
@@ -312,7 +312,7 @@ class TrainedCNN(_SmallCNN):
 
 @dataclass(frozen=True)
 class Pixels:
-    """FID protocol without a network, whose features are the pixels of the image averaged to 8x8.
+    """FID protocol without a network: the features are the pixels of the image, averaged to 8x8.
 
     The features lie in [-1, 1].
 
@@ -397,8 +397,8 @@ def protocol_by_name(name: str) -> FIDProtocol:
     """Return the FID protocol with this name.
 
     Args:
-        name: "inception-v3-compat", a name of `EmbeddedCNN`, or the path of a .safetensors file
-            written by `lit-diffusion train-extractor`.
+        name: "inception-v3-compat", the name of a classifier of `EmbeddedCNN`, or the path of a
+            .safetensors file written by `lit-diffusion train-extractor`.
 
     Raises:
         ValueError: if there is no such FID protocol.

@@ -76,8 +76,8 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
             the same meaning as in `select_images`.
 
     Raises:
-        TypeError: if there are no images, or if their range is not clear. The message suggests a
-            conversion.
+        TypeError: if there are no images, or if the range of their values is not clear. The message
+            suggests a conversion.
 
     Example:
         >>> to_uint8([torch.tensor([-1.0, 0.6, 1.0]).view(1, 1, 1, 3)]).flatten().tolist()
@@ -246,8 +246,8 @@ class ImageSet:
         """Yield batches of images uint8 (N, C, H, W) and their N labels.
 
         If a batch is a tuple or list, the labels are its second item. If a batch is a dictionary,
-        the labels are under the first key in `LABEL_KEYS` that exists. All labels are -1 if this
-        entry does not exist or is not an integer tensor (N,).
+        the labels are under the first key in `LABEL_KEYS` that exists. All labels are -1 if no such
+        entry exists, or if the entry is not an integer tensor (N,).
 
         Args:
             batch_size: maximum number of images in a batch.

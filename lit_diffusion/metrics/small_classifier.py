@@ -68,7 +68,8 @@ class SmallClassifier(nn.Module):
 
         Raises:
             TypeError: if the images are not uint8.
-            ValueError: if the images do not have the channels and size of the network.
+            ValueError: if the number of channels or the size of the images differs from what the
+                network accepts.
         """
         if images.dtype != torch.uint8:
             raise TypeError(f"images must be uint8 in [0, 255], got {images.dtype}.")
@@ -140,8 +141,9 @@ def train_extractor(
         log: function that is called with a line of progress about every ten seconds.
 
     Raises:
-        ValueError: if `path` exists or has a different suffix, if steps < 1, if batch_size < 2, if
-            there are fewer than two images, or if a label is not in 0, ..., num_classes - 1.
+        ValueError: if `path` exists, if its suffix is not .safetensors, if steps < 1, if
+            batch_size < 2, if there are fewer than two images, or if a label is not in
+            0, ..., num_classes - 1.
         OSError: if `path` cannot be written.
 
     Source: T. Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual
@@ -200,7 +202,7 @@ def stage_widths(side: int) -> tuple[int, ...]:
     """Choose the widths of the stages of a `SmallClassifier` for images of `side` x `side` pixels.
 
     The poolings between the stages reduce the side of the feature map to 4 to 7 pixels. Images with
-    a side of 4 to 15 pixels are always pooled twice, which reduces the side to 1 to 3 pixels.
+    a side of 4 to 15 pixels are an exception: two poolings reduce their side to 1 to 3 pixels.
 
     Example:
         >>> stage_widths(8), stage_widths(64)
