@@ -25,7 +25,7 @@ class RepresentationAlignment(nn.Module):
     - With the teacher `PretrainedEncoder`, this is REPA. The defaults are the settings of REPA.
     - With the teacher `SelfTeacher`, this is SRA. Set `distance="smooth_l1"` and
       `hidden=(2 * width,)`. The code of the authors uses the weight 0.2 with SiT, and 0.04 with
-      DiT, so that the term is of the same scale as the loss.
+      DiT, so that the term is of the same scale as the training loss.
     - With `until_step`, the term is switched off after a number of steps, as in HASTE. HASTE also
       aligns attention maps, which this class does not.
 
@@ -47,7 +47,7 @@ class RepresentationAlignment(nn.Module):
         distance: "cosine" for the negative cosine similarity, or "smooth_l1" for the smooth L1
             distance, averaged over features. The latter is quadratic for errors below 0.05, as in
             the code of the authors of SRA.
-        weight: factor on the loss.
+        weight: factor on the term.
         until_step: number of optimizer steps after which the term is 0 and the teacher does not
             run any more. None uses the term in the whole run. The code of the authors of HASTE
             stops the term at step 250,000, for SiT-XL on ImageNet.

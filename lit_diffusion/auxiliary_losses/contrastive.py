@@ -21,11 +21,11 @@ class ContrastiveFlow:
     `HybridLoss`. `UncertaintyLoss` also multiplies the squared errors of the training loss by a
     learned weight, which W does not contain.
 
-    The term biases the model. At the optimum, the network outputs
+    The term biases the model. Let E[target] be the mean target over all images at time t. At the
+    optimum, the network outputs
 
-        (E[target | x_t, condition] - weight * E[target]) / (1 - weight),
+        (E[target | x_t, condition] - weight * E[target]) / (1 - weight).
 
-    where E[target] is the mean target over all images at time t.
     Samples then have less variance than the data. For example, let the data be Gaussian with the
     standard deviation s < 1. A model with `LinearFlow` and `FlowVelocity` then generates samples
     with the correct mean and the standard deviation `s**(1 / (1 - weight))`. With `Epsilon`, the

@@ -30,9 +30,9 @@ class PretrainedEncoder(nn.Module):
     with a `VAECodec` that encodes the images in each step. It does not work with latents that were
     encoded in advance (`data.latents.Latents`), because these data have no images.
 
-    The folder is read in the first training step, so loading a checkpoint for sampling does not
-    need it. The weights are not part of the parameters or of checkpoints. Checkpoints contain only
-    the SHA-256 of the weights. The encoder computes in the precision of the Trainer.
+    The folder is read in the first training step, so it is not needed to load a checkpoint for
+    sampling. The encoder's weights are not part of the module's parameters. Checkpoints contain
+    only the SHA-256 of the encoder's weights. The encoder computes in the precision of the Trainer.
 
     Args:
         path: local folder in the layout of transformers: config.json, model.safetensors and

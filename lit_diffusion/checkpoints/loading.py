@@ -70,13 +70,13 @@ def load(
             reconstructed from snapshots. An exported folder has only one set of weights,
             which this argument must name.
         module: module into which to load the weights. If the weights do not fit, the module is
-            unchanged. If None, the module is built from the class paths in the checkpoint. A
-            checkpoint of a module that was built in Python has no class paths, and needs this
-            argument.
+            unchanged. If None, the module is built from the class paths in the checkpoint. If
+            the checkpoint is from a module that was built in Python, it has no class paths, so this
+            argument is required.
         trust: names of packages from which classes may be built, in addition to
             `config.trust.TRUSTED`. An entry with a "/" is a folder that the module's codec may
             read. Such an entry is necessary if the checkpoint names the folder, but no config in
-            the run folder does.
+            the run folder names it.
 
     Returns:
         The module. A DiffusionModule is ready for `generate`.

@@ -29,8 +29,9 @@ class NoisyClassifier(LightningModule):
     The network's input is `x_t / sqrt(alpha**2 + sigma**2)`. This input has about unit variance for
     every forward process, and equals x_t if `alpha**2 + sigma**2 = 1`.
 
-    In a training step, random numbers depend only on the seed, the rank, and the numbers of the
-    step and micro-batch. For a validation image, they depend only on the image's index.
+    In a training step, random numbers depend only on the seed of the run, the rank, the number of
+    the optimizer step, and the number of the micro-batch. For a validation image, they depend only
+    on the image's index.
 
     Args:
         network: a network such as `EncoderUNet`, which maps the scaled x_t (B, C, H, W) and the

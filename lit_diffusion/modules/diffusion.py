@@ -64,10 +64,11 @@ Batch = tuple[Tensor, Any, Tensor]
 class DiffusionModule(LightningModule):
     """Diffusion model: trains a denoising network, logs its validation loss, and generates samples.
 
-    Random numbers are reproducible. In a training step, they depend only on the seed, the rank, and
-    the numbers of the step and micro-batch. The seed is the one passed to `seed_everything`, or 0
-    if you did not call it. For a validation image, random numbers depend only on the image's index.
-    For a sample, they depend only on the sample's seed.
+    Random numbers are reproducible. In a training step, they depend only on the seed of the run,
+    the rank, the number of the optimizer step, and the number of the micro-batch. The seed of the
+    run is the one passed to `seed_everything`, or 0 if you did not call it. For a validation image,
+    random numbers depend only on the image's index. For a generated image, they depend only on the
+    seed that was passed to `generate` for this image.
 
     A non-finite loss does not stop training. To stop training, add the callback
     `callbacks.FiniteUpdates`, as the command `lit-diffusion fit` does, or set

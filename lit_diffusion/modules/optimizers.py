@@ -27,13 +27,14 @@ def optimizer_and_schedule(
     Lightning steps the schedule once per optimizer step.
 
     Args:
-        module: module whose parameters are trained, if they require a gradient.
+        module: module to train. Parameters that do not require a gradient are not trained.
         make_optimizer: function that creates the optimizer from the parameters. The optimizer is
-            then changed by `with_fused_kernels`. `MuonAdamW` is attached to the module.
+            then changed by `with_fused_kernels`. If it is a `MuonAdamW`, it is attached to the
+            module.
         make_schedule: function that creates the schedule from the optimizer; None keeps the
             learning rate constant.
         total_steps: function that returns the number of optimizer steps of the whole run, or None
-            if the run is unlimited. It is called only if the schedule needs this number and was
+            if the run is unlimited. It is called only if the schedule needs this number but was
             created without it.
 
     Raises:

@@ -144,8 +144,8 @@ def resolve_condition(
 
     Raises:
         ValueError: if both `condition` and `num_classes` are given.
-        TypeError: if `condition` is not one of the four kinds in this file. A likely mistake is an
-            object of `lit_diffusion.conditioning`.
+        TypeError: if `condition` is not one of the four kinds in this file. A likely mistake is to
+            pass an object of `lit_diffusion.conditioning`.
 
     Example:
         >>> resolve_condition(None, num_classes=10)
@@ -247,8 +247,8 @@ class LabelEmbedding(nn.Module):
 
     Every negative label means no class. The module does not check the range of labels, because a
     check would synchronize with the GPU. Labels of `num_classes` or more fail in torch's embedding
-    lookup, with an IndexError on the CPU. With `null_class=False`, there is no vector for no class,
-    and negative labels fail in the same way.
+    lookup, with an IndexError on the CPU. With `null_class=False`, there is no null embedding, and
+    negative labels fail in the same way.
     """
 
     expects = "labels (B,) int64"

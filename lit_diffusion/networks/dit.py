@@ -1,4 +1,4 @@
-"""DiT: a vision transformer whose layer norms depend on noise level and condition (adaLN-Zero).
+"""DiT: a vision transformer whose layer norms adapt to noise level and condition (adaLN-Zero).
 
 Parameters have the names and shapes of the published checkpoints, so `load_state_dict` loads these
 checkpoints. As in these checkpoints, the state_dict also contains the fixed table `pos_embed`.

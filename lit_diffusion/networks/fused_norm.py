@@ -43,8 +43,9 @@ def group_norm_silu(
         x: (B, C, ...), contiguous or in channels_last format.
         weight: (C,) weight of the norm.
         bias: (C,) bias of the norm.
-        scale: (B, C), multiplied as `1 + scale`; None for a norm without scale and shift.
-        shift: (B, C), added after the scale; None if `scale` is None.
+        scale: (B, C). The output of the norm is multiplied by `1 + scale`. None means no scale and
+            no shift.
+        shift: (B, C), added after the multiplication; None if `scale` is None.
         offset: (B, C), added to x before the norm; None for no offset.
         num_groups: number of groups, which divides C.
         eps: number added to the variance.

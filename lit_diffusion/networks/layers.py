@@ -22,7 +22,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
-    """Compute sinusoids of the noise level l: all `cos(f_k * l)`, then all `sin(f_k * l)`.
+    """Embed the noise level l as sinusoids: all `cos(f_k * l)`, then all `sin(f_k * l)`.
 
     The frequencies are `f_k = 10000**(-2 * k / dim)`. The function computes in float64, because the
     product `f_k * l` multiplies the rounding error of f_k by l. With float32 frequencies and

@@ -485,8 +485,9 @@ class UNet(_Encoder):
         condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
             `WordIds` of `networks.conditions`. If it and `num_classes` are None, the network is
             unconditional.
-        scale_shift_norm: whether the embedding of noise level and condition scales and shifts the
-            output of the second norm of a ResBlock. If False, it is added to the input of the norm.
+        scale_shift_norm: whether the embedding of noise level and condition determines a scale and
+            a shift after the second norm of a ResBlock (adaptive group norm). If False, the
+            embedding is added to the input of this norm.
         resblock_updown: whether ResBlocks change the resolution. If False, convolutions do.
         split_heads_first: whether attention splits its features into heads first, and then into
             queries, keys and values. If False, the order is reversed. A checkpoint needs the order
@@ -627,10 +628,11 @@ class EncoderUNet(_Encoder):
         num_res_blocks: ResBlocks per level.
         attention_downsample: downsampling factors `2**i` of the levels i = 0, 1, ... that have
             attention. The middle block always has attention.
-        head_channels: channels of an attention head, in the blocks and in the pooling.
+        head_channels: number of channels of an attention head, in the blocks and in the pooling.
         dropout: dropout probability in every ResBlock.
-        scale_shift_norm: whether the embedding of noise level and condition scales and shifts the
-            output of the second norm of a ResBlock. If False, it is added to the input of the norm.
+        scale_shift_norm: whether the embedding of noise level and condition determines a scale and
+            a shift after the second norm of a ResBlock (adaptive group norm). If False, the
+            embedding is added to the input of this norm.
         resblock_updown: whether ResBlocks reduce the resolution. If False, convolutions do.
         split_heads_first: whether the attention of the blocks splits its features into heads
             first, and then into queries, keys and values. If False, the order is reversed. The

@@ -208,7 +208,7 @@ class UniPC:
     """UniPC: a multistep predictor and corrector with one evaluation of the network per step.
 
     The corrector corrects a step with the estimate of x0 that the next step needs anyway. In the
-    first and in the last steps, the order is lower. The function `B(h)` of the paper is
+    first steps and in the last steps, the order is lower. The function `B(h)` of the paper is
     `exp(-h) - 1`, which the authors call "bh2".
 
     Args:
