@@ -8,9 +8,11 @@ import csv
 import math
 import platform
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,11 +28,17 @@ TARGETS = {"fid": 0.31, "held-out": 0.45, "pixels": 0.31, "random-cnn": 0.05}
 
 SEEDS = tuple(range(30, 40))
 MAX_PARAMETERS = 760_000
+"""Maximum number of parameters and buffers of the module without its auxiliary loss."""
+
 MAX_EVALUATIONS = 20
 """Maximum number of evaluations of the network for one sample."""
 
+EVALUATE_EVERY = 50
+"""Optimizer steps between evaluations. The interpolated step depends on it, so it is the same for
+all entries."""
+
 FREE_SETTINGS = (
-    *("model", "tuned_on", "trainer.max_steps", "trainer.val_check_interval"),
+    *("model", "tuned_on", "trainer.max_steps"),
     *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"),
 )
 """Settings that an entry may change. It may also add callbacks, and change those other than
@@ -63,16 +71,26 @@ class Entry:
         """Number of seeds that reached the targets."""
         return sum(crossing.bound is not Bound.MORE_THAN for crossing in self.crossings)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all seeds reached the targets, so that the entry can be a record."""
+        return self.reached == len(self.crossings)
+
 
 # Rules
+
+
+def fixed_options() -> list[str]:
+    """Options of every fit, which override the configs."""
+    return [f"--trainer.val_check_interval={EVALUATE_EVERY}"]
 
 
 def check_rules(entry: Mapping[str, Any], track: Mapping[str, Any]) -> None:
     """Raise ValueError if the settings of an entry differ from the track in a fixed setting.
 
     Args:
-        entry: all settings of a fit of the entry.
-        track: all settings of a fit of `configs/digits-ablation.yaml`.
+        entry: all settings of a fit of the entry, with `fixed_options`.
+        track: all settings of a fit of `configs/digits-ablation.yaml`, with `fixed_options`.
     """
     from lit_diffusion.cli.changed_settings import differences
 
@@ -89,7 +107,12 @@ def check_rules(entry: Mapping[str, Any], track: Mapping[str, Any]) -> None:
     if broken:
         raise ValueError(
             f"a speedrun must not change {', '.join(sorted(broken))}; it may change the model, "
-            "max_steps, val_check_interval, gradient clipping and other callbacks."
+            "max_steps, gradient clipping and other callbacks."
+        )
+    if (max_steps := entry["trainer"]["max_steps"]) % EVALUATE_EVERY:
+        raise ValueError(
+            f"a speedrun is evaluated every {EVALUATE_EVERY} steps, so trainer.max_steps must be a "
+            f"multiple of {EVALUATE_EVERY}, got {max_steps}."
         )
 
 
@@ -104,7 +127,10 @@ def _fid_callbacks(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
-    """Raise ValueError if the network, or the number of its evaluations per sample, is too large.
+    """Raise ValueError if the module, or its number of evaluations per sample, is too large.
+
+    An evaluation is one image that passes through the network. Classifier-free guidance passes two
+    images per step. The auxiliary loss is not counted, because it is not used for sampling.
 
     Args:
         model: class path and arguments of the module, which is built and generates one sample.
@@ -115,19 +141,23 @@ def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
     from lit_diffusion.checkpoints.loading import instantiate
 
     module = instantiate([dict(model)], LightningModule, trust, "the config")
-    parameters = sum(parameter.numel() for parameter in module.network.parameters())
-    if parameters > MAX_PARAMETERS:
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    size = sum(each.numel() for name, each in tensors if not name.startswith("auxiliary_loss."))
+    if size > MAX_PARAMETERS:
         raise ValueError(
-            f"a speedrun allows {MAX_PARAMETERS:,} parameters, got {parameters:,}; make the "
+            f"a speedrun allows {MAX_PARAMETERS:,} parameters and buffers, got {size:,}; make the "
             "network smaller."
         )
-    evaluations: list[Any] = []
-    module.network.register_forward_hook(lambda *inputs: evaluations.append(None))
-    module.generate([0])
-    if len(evaluations) > MAX_EVALUATIONS:
+    images: list[int] = []
+    module.network.register_forward_hook(lambda _, inputs, output: images.append(len(inputs[0])))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # guidance has no effect on an untrained network
+        module.generate([0])
+    if sum(images) > MAX_EVALUATIONS:
         raise ValueError(
             f"a speedrun allows {MAX_EVALUATIONS} evaluations of the network per sample, got "
-            f"{len(evaluations)}; use fewer steps of the solver."
+            f"{sum(images)}; use fewer steps of the solver. Classifier-free guidance evaluates the "
+            "network twice per step."
         )
 
 
@@ -155,17 +185,21 @@ def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
 
 
 def measure(name: str, runs: Sequence[PlannedRun]) -> Entry:
-    """Read the results of finished runs, one per seed."""
+    """Read the results of finished runs, one per seed.
+
+    The seconds are None if a run was resumed, because its log has the time of the last part alone.
+    """
     from lit_diffusion.cli.loggers import read_evaluations
+    from lit_diffusion.cli.run_folder import latest_config
 
     crossings, seconds = [], []
     for run in runs:
         records = read_evaluations(run.folder / "evaluations.jsonl")
         crossings.append(score_curve(records, run.seed).crossing(1.0))
         log = check_regular(run.folder / LOG).read_text(errors="replace")
-        ended = re.search(r"^trained .* in (\d+):(\d+):(\d+)", log, re.M)
-        if ended:
-            hours, minutes, rest = map(int, ended.groups())
+        ends = re.findall(r"^trained .* in (\d+):(\d+):(\d+)", log, re.M)
+        if len(ends) == 1 and latest_config(run.folder) == run.folder / "config.yaml":
+            hours, minutes, rest = map(int, ends[0])
             total = 3600 * hours + 60 * minutes + rest
             seconds.append(total - sum(record["seconds"]["total"] for record in records))
     return Entry(name, tuple(crossings), fmean(seconds) if len(seconds) == len(runs) else None)
@@ -174,7 +208,7 @@ def measure(name: str, runs: Sequence[PlannedRun]) -> Entry:
 def describe(entry: Entry, record: Entry) -> str:
     """Describe a result, and compare it with the record."""
     result = speedup(record.crossings, entry.crossings)
-    is_record = entry.reached == len(SEEDS) and result.low is not None and result.low > 1
+    is_record = entry.is_complete and result.low is not None and result.low > 1
     return "\n".join(
         [
             f"{entry.name}: {entry.reached} of {len(SEEDS)} seeds reached the targets, after "
@@ -199,8 +233,8 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def _entry(name: str, rows: Sequence[Mapping[str, str]]) -> Entry:
-    bounds = {"1": Bound.EXACT, "0": Bound.MORE_THAN}
-    crossings = [Crossing(float(row["step"]), bounds[row["reached"]]) for row in rows]
+    bounds = {bound.value.strip(): bound for bound in Bound}
+    crossings = [Crossing(float(row["step"]), bounds[row["bound"]]) for row in rows]
     seconds = [float(row["seconds"]) for row in rows if row["seconds"]]
     return Entry(name, tuple(crossings), fmean(seconds) if seconds else None)
 
@@ -211,8 +245,8 @@ def entry_csv(entry: Entry, commit: str) -> str:
         {
             "name": entry.name,
             "seed": seed,
+            "bound": crossing.bound.value.strip(),
             "step": round(crossing.step, 1),
-            "reached": int(crossing.bound is not Bound.MORE_THAN),
             "seconds": "" if entry.seconds is None else round(entry.seconds, 1),
             "machine": platform.machine(),
             "commit": commit,
@@ -223,20 +257,31 @@ def entry_csv(entry: Entry, commit: str) -> str:
     return to_csv(rows)
 
 
+def record_holder(entries: Sequence[Entry]) -> Entry:
+    """Return the fastest of the entries of which all seeds reached the targets.
+
+    Raises:
+        ValueError: if there is no such entry.
+    """
+    complete = [entry for entry in entries if entry.is_complete]
+    return min(complete, key=lambda entry: entry.steps.step)
+
+
 def records_table(entries: Sequence[Entry]) -> Table:
-    """Build the table of records, the fastest first."""
-    fastest = sorted(entries, key=lambda entry: entry.steps.step)
+    """Build the table of records, the fastest first, and last those that missed the targets."""
+    record = record_holder(entries)
+    fastest = sorted(entries, key=lambda entry: (not entry.is_complete, entry.steps.step))
     rows = [
         (
             entry.name,
             str(entry.steps),
             f"{entry.reached} of {len(entry.crossings)}",
-            format_speedup(speedup(fastest[0].crossings, entry.crossings)),
+            format_speedup(speedup(record.crossings, entry.crossings)),
             "" if entry.seconds is None else f"{entry.seconds:.0f}",
         )
         for entry in fastest
     ]
     columns = ("recipe", "steps", "seeds that reached the targets", "speed-up", "seconds")
     targets = ", ".join(f"{name} {target}" for name, target in TARGETS.items())
-    caption = f"Steps to {targets}. Speed-ups are relative to the fastest recipe."
+    caption = f"Steps to {targets}. Speed-ups are relative to the record."
     return Table(caption, columns, tuple(rows))

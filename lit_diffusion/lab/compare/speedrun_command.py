@@ -50,10 +50,11 @@ def run(argv: Sequence[str]) -> None:
     check_exists("config", *files)
     name = "+".join(Path(file).stem for file in files)
     out = Path(args.out or f"runs/speedrun-{name}")
-    options = [f"--trust={package}" for package in args.trust]
+    fixed = speedrun.fixed_options()
+    options = [*fixed, *(f"--trust={package}" for package in args.trust)]
     track = str(shipped_configs() / "digits-ablation.yaml")
     settings = fit_settings(name, [track, *files], options)
-    speedrun.check_rules(settings, fit_settings("track", [track], []))
+    speedrun.check_rules(settings, fit_settings("track", [track], fixed))
     speedrun.check_network(settings["model"], args.trust)
     runs = plan_sweep([track, *files], [], speedrun.SEEDS, out, options)
     sweep = Sweep(runs, args.jobs)
@@ -62,5 +63,5 @@ def run(argv: Sequence[str]) -> None:
         raise SystemExit(1)
     entry = speedrun.measure(name, runs)
     (out / "speedrun.csv").write_text(speedrun.entry_csv(entry, args.commit))
-    print(speedrun.describe(entry, min(records, key=lambda entry: entry.steps.step)))
+    print(speedrun.describe(entry, speedrun.record_holder(records)))
     print(f"\nRows for the table of records: {out / 'speedrun.csv'}")
