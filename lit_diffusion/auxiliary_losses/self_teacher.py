@@ -1,4 +1,4 @@
-"""A teacher for representation alignment that is the average of the network's own weights."""
+"""A teacher for representation alignment: a copy of the network with averaged weights."""
 
 from copy import deepcopy
 from typing import Any, NoReturn
@@ -50,7 +50,7 @@ class SelfTeacher(nn.Module):
             the aligned block, which is right if both are blocks of a transformer.
 
     Raises:
-        ValueError: if an argument is out of range, or if the network has no such block.
+        ValueError: if an argument is out of range, or if the network has no block of this name.
 
     Source: Jiang et al. 2025 (SRA, arXiv 2505.02831).
 

@@ -242,7 +242,8 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
         state: the state_dict of the checkpoint.
 
     Raises:
-        ValueError: when a module registers a parameter that exceeds the limit.
+        ValueError: as soon as the module's parameters exceed the limit. The limit is four times
+            the size of `state`, plus a constant.
     """
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     # The limits are loose, because parametrizations and replaced layers register parameters again.

@@ -1,4 +1,4 @@
-"""Create the optimizer of a module, with fused kernels on a GPU, and the learning-rate schedule."""
+"""Create a module's optimizer (with fused kernels on a GPU) and its learning-rate schedule."""
 
 from collections.abc import Callable, Iterable
 from itertools import chain

@@ -334,7 +334,7 @@ class TokenEmbedding(nn.Module):
 
 
 class WordEmbedding(nn.Module):
-    """Learned embedding of each word plus its position, with a learned null token in front.
+    """Learned embedding of words, plus their positions. A learned null token comes first.
 
     The positions are sinusoids, so the network can distinguish "dark on bright" from "bright on
     dark". Sinusoids work for texts of any length and have no parameters.

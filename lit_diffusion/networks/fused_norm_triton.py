@@ -45,7 +45,7 @@ class GroupNormSiLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tensors in the arguments, and None for the other arguments.
+        """Return the gradients with respect to tensors, and None for the other arguments.
 
         The tensors are x, weight, bias, scale, shift and offset. The other arguments are
         num_groups, eps and silu.

@@ -146,9 +146,9 @@ def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 class ResBlock(nn.Module):
     """Residual block `x + conv(norm(conv(norm(x))))`, which also takes an embedding.
 
-    The embedding contains the noise level and the condition. With `scale_shift_norm`, it determines
-    the scale and shift of the second norm (adaptive group norm). Otherwise, it is added to the
-    input of the second norm.
+    The embedding contains the noise level and the condition. With `scale_shift_norm`, the embedding
+    determines the scale and shift of the second norm (adaptive group norm). Otherwise, the
+    embedding is added to the input of the second norm.
 
     If `resample` is not None, it changes the resolution of x and of the input of the first
     convolution.
@@ -698,7 +698,8 @@ def heads_for(channels: int, num_heads: int, head_channels: int | None) -> int:
     Args:
         channels: channels of the block.
         num_heads: number of heads, which is used only if `head_channels` is None.
-        head_channels: channels of a head, which determine the number of heads; or None.
+        head_channels: channels of a head, from which the number of heads is computed. None uses
+            `num_heads`.
 
     Raises:
         ValueError: if the channels cannot be divided among the heads.

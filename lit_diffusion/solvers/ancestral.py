@@ -97,7 +97,7 @@ class DDPM:
 
 @dataclass(frozen=True)
 class DDIM:
-    """DDIM: deterministic sampling for eta = 0, and `DDPM(variance=FixedSmall())` for eta = 1.
+    """DDIM, which is deterministic if eta = 0, and equals `DDPM(variance=FixedSmall())` if eta = 1.
 
     Args:
         steps: number of steps, each of which evaluates the network once.
