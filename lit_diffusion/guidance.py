@@ -27,8 +27,9 @@ respect to x_t, times the guidance scale."""
 class ClassifierFree:
     """Classifier-free guidance: extrapolates from the unconditional to the conditional prediction.
 
-    One batched call of the network computes both predictions. If the network learns the variance,
-    the guided variance is the conditional variance. If the solver clips x0, it clips the guided x0.
+    One batched call of the network computes the conditional and the unconditional prediction. If
+    the network learns the variance, the conditional variance is used without guidance. A solver
+    that clips x0 clips the guided x0.
 
     Args:
         scale: factor on the difference between the predictions. With 0, samples are unconditional.
@@ -129,9 +130,9 @@ class Autoguidance:
     """Autoguidance: extrapolates from a weaker model's prediction to this model's prediction.
 
     The weaker model should make errors of the same kind as this model, but larger errors. Then, the
-    extrapolation reduces the errors. Use a smaller model, or a model that was trained for fewer
-    steps. Because the weaker model gets the same labels as this model, samples improve without
-    losing diversity, and training needs no label dropout.
+    extrapolation reduces the errors. As the weaker model, use a smaller model, or a model that was
+    trained for fewer steps. Because the weaker model gets the same labels as this model, samples
+    improve without losing diversity, and training needs no label dropout.
 
     Args:
         weaker: the method `denoise_for` of the weaker module. The weaker module must have the same

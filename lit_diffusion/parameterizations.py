@@ -276,8 +276,8 @@ class ContrastCorrection:
     Therefore, you can add it to a trained network, or remove it, before you sample.
 
     At the optimum, the corrected model equals a model that was trained without the contrastive
-    term. The formula holds if the target is linear in x0 and noise, as the targets of all classes
-    in this file are.
+    term. The formula for the corrected output holds if the target is linear in x0 and noise, as the
+    targets of all classes in this file are.
 
     Conversely, the weight `-w / (1 - w)` adds the bias of `ContrastiveFlow(w)` to a model that was
     trained without the contrastive term. Such a model is a control experiment: it shows how much of

@@ -80,7 +80,8 @@ class Requirements:
     """Requirements on image files.
 
     If all files meet the requirements, `check_images` writes a marker file. The name of the marker
-    file contains a hash that depends on the repr of this object.
+    file contains a hash of the requirements (the repr of this object), so that other requirements
+    cause a new check.
 
     Attributes:
         image_size: pixels on each side of a crop.

@@ -83,7 +83,7 @@ class LatentIndex:
             return index
 
     def write(self, folder: Path) -> None:
-        """Write or replace the index. All processes may call this, with the same content."""
+        """Write or replace the index. Several processes may write the same index at once."""
         atomic_write_text(folder / INDEX, f"{json.dumps(asdict(self), indent=1)}\n", shared=True)
 
     def shards(self) -> list[tuple[str, range, bool]]:

@@ -131,8 +131,8 @@ def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches
     """Convert the batch count of an interrupted epoch to a different batch size, on resume.
 
     The epoch continues after the images that were already used. The number of used images is
-    rounded down to a multiple of this run's images per optimizer step. If this changes the number,
-    some images are used twice, and a warning says so.
+    rounded down to a multiple of this run's images per optimizer step. If the rounding changes the
+    number, some images are used twice, and a warning says so.
 
     Args:
         trainer: Trainer that is about to restore its loops.

@@ -58,8 +58,8 @@ class PhotoPatches(ImageDataModule):
     pixel in common. `images("train")` returns fixed crops of the training rows.
 
     Args:
-        epoch_size: training crops in an epoch, >= 1.
-        num_val: held-out crops, >= 1.
+        epoch_size: number of training crops in an epoch, >= 1.
+        num_val: number of held-out crops, >= 1.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Source: photographs by danielbuechele and vultilion on Flickr (CC BY 2.0), as distributed with

@@ -1,4 +1,4 @@
-"""Stream images from litdata chunks in a bucket or folder, if the local disk is too small.
+"""Stream image sets that do not fit on the local disk, from litdata chunks in a bucket or folder.
 
 This module uses only litdata's reader of single samples. For each sample, the reader makes two HTTP
 range requests to a bucket, or reads a memory-mapped file in a folder. litdata's own loader is not

@@ -1,8 +1,8 @@
 """Import published checkpoints, and infer the network's arguments from the weights' shapes.
 
 Some arguments do not affect shapes and must be passed: the number of attention heads, the order of
-the heads in the weights of q, k and v, and whether the label embedding has a row for "no class". An
-error is raised unless the names and shapes of all weights fit the inferred network.
+the heads in the weights of q, k and v, and whether the label embedding has a row for "no class". If
+the name or shape of any weight does not fit the inferred network, an error is raised.
 """
 
 import inspect

@@ -235,10 +235,10 @@ class EmbeddedCNN(_SmallCNN):
     """FID protocol whose extractor is a small classifier that ships with the package.
 
     Use this protocol for images that differ too much from Inception's training images. The
-    classifier `digits-cnn` is for gray digits of 8x8 pixels, and `patches-cnn` is for color crops
-    of photographs of 32x32 pixels. A few hundred images are enough for an FID, because both
-    classifiers have only 64 features. Such an FID is comparable only with FIDs of the same
-    classifier, never with published FIDs.
+    classifier `digits-cnn` is for gray digits of 8x8 pixels, and `patches-cnn` is for 32x32 color
+    crops of photographs. A few hundred images are enough for an FID, because both classifiers have
+    only 64 features. Such an FID is comparable only with FIDs of the same classifier, never with
+    published FIDs.
 
     Each classifier was trained only on the training split of its dataset, with the script
     tests/benchmarks/train_classifiers.py at commit 4282dab.

@@ -67,8 +67,8 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     """Convert the images of a batch to uint8 (N, C, H, W).
 
     The function permutes channels-last images (N, H, W, C). It converts floating-point images only
-    if the values show which range they have. All values must be multiples of 1/255 in [0, 1], or
-    the same 256 levels scaled to [-1, 1].
+    if their values show whether the range is [0, 1] or [-1, 1]: all values must be multiples of
+    1/255 in [0, 1], or these 256 levels scaled to [-1, 1].
 
     Args:
         batch: batch of any data loader.

@@ -132,12 +132,12 @@ def measure_reference(
     The real-data floor is the FID of real images in place of samples. With `others`, the function
     draws up to `num_samples` images of `others` and scores them against all of `real`. Without
     `others`, the function scores a part of `real` against other images of `real`. The part has at
-    most half of the images, and at most `num_samples`.
+    most half of the images of `real`, and at most `num_samples` images.
 
     An FID depends on the proportions of the classes. Therefore, the function draws images with the
     same labels as the samples, as far as possible. It draws `NUM_DRAWS` times from a pool of up to
-    `POOL_FACTOR * num_samples` images, and the floor is the mean of the FIDs. If a single draw
-    takes the whole pool, the function draws only once.
+    `POOL_FACTOR * num_samples` images, and the floor is the mean of the FIDs of these draws. If a
+    single draw takes the whole pool, the function draws only once.
 
     All processes must call this function.
 
