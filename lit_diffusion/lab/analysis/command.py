@@ -1,4 +1,4 @@
-"""Options of `lit-diffusion analyze consistency | interpolate | landscape | hessian`."""
+"""Parse options of `lit-diffusion analyze consistency | interpolate | landscape | hessian`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

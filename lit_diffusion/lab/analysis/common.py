@@ -46,8 +46,8 @@ def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True
 
     Args:
         path: checkpoint file or run folder.
-        options: command-line options, which name the weights to load ("ema" or "raw") and the
-            device.
+        options: command-line options. They name the device, and say whether to load raw or EMA
+            weights.
         moves: whether the analysis changes the weights. If True, spectral norms are computed
             exactly, because the singular vectors that torch stores would be wrong for changed
             weights.

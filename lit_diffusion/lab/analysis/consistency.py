@@ -1,4 +1,4 @@
-"""Similarity of the images that models generate from the same noise, compared with chance.
+"""Measure how similar the images are that models generate from the same noise.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 3.1.
 """

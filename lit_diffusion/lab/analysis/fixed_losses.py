@@ -1,4 +1,4 @@
-"""Losses that depend only on a module's weights, and functions that change these weights.
+"""Compute losses that depend only on a module's weights, at different sets of weights.
 
 Images, noise levels and noise are fixed. Therefore, losses at different weights can be compared,
 and a loss can be differentiated twice.

@@ -1,4 +1,4 @@
-"""FID as a function of training steps: when it reaches a target, and how much it varies.
+"""Analyze FID as a function of training steps: when it reaches a target, how much it varies.
 
 An arm (a term from clinical trials) is one way to train. The runs of an arm differ only in the
 seed. The curve of a run is its FID as a function of optimizer steps.
@@ -234,7 +234,8 @@ def late_spreads(curve: Curve) -> tuple[float, float] | None:
 class Spread(NamedTuple):
     """Standard deviation of log FID, with its degrees of freedom.
 
-    A small `sd` is approximately the standard deviation of FID divided by the mean FID.
+    If `sd` is small, it is approximately the standard deviation of FID divided by the mean FID. For
+    example, 0.05 means that FID varies by about 5%.
     """
 
     sd: float

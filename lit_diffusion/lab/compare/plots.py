@@ -1,4 +1,4 @@
-"""Figures of a comparison: speed-ups with intervals, FID over training, and samples."""
+"""Draw figures of a comparison: speed-ups with intervals, FID over training, and samples."""
 
 import math
 from collections.abc import Sequence
