@@ -20,6 +20,7 @@ from lit_diffusion.callbacks.trainer_state import (
     Timesteps,
     TimestepWriter,
     all_gather_objects,
+    is_accumulating,
     reshard,
     total_variation,
 )
@@ -100,7 +101,8 @@ class AdaptiveTimesteps(TimestepWriter):
     callback. The callback logs `adaptive_timesteps/mean`, the mean noise level u, and
     `adaptive_timesteps/tv`, the total variation between the density and the uniform density.
 
-    The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes.
+    The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. It
+    cannot be `MeanFlow`, which trains an image at two times.
 
     Args:
         num_bins: number of equal bins over u in [0, 1].
@@ -263,7 +265,7 @@ class AdaptiveTimesteps(TimestepWriter):
     ) -> None:
         """Set the density. If a measurement is due, compute the objective before the update."""
         super().on_train_batch_start(trainer, pl_module, *args)
-        if trainer.global_step % self.every_n_steps:
+        if trainer.global_step % self.every_n_steps or is_accumulating(trainer):
             return
         self._step_before = trainer.global_step
         images, condition = args[0][:2]

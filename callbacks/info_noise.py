@@ -141,7 +141,8 @@ class InfoNoise(LossBasedDensity):
     `FlowVelocity` with `Simple`, or for `EDMPreconditioning`. Noise levels `sigma / alpha` outside
     [0.002, 80], the range of EDM, are sampled only by the uniform part of the density.
 
-    The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. See
+    The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. It
+    cannot be `MeanFlow`, whose losses are normalized and depend on two times. See
     `LossBasedDensity` for other errors.
 
     Args:
@@ -154,8 +155,8 @@ class InfoNoise(LossBasedDensity):
             another scale need another value.
 
     Raises:
-        ValueError: if an argument is invalid; at fit start, if the module has another loss, or
-            if the weight of the loss is 0 in a bin.
+        ValueError: if an argument is invalid; at fit start, if the module is `MeanFlow` or
+            has another loss, or if the weight of the loss is 0 in a bin.
 
     Source: Raya et al. 2026 (InfoNoise, arXiv 2602.18647), section 3.1. The profile, the gate and
     the division by the weight are the authors'. We do not know their bins, smoothing, warm-up and
@@ -234,6 +235,12 @@ def require_denoising_loss(module: Any, callback: str) -> None:
         raise ValueError(
             f"{callback} needs a DiffusionModule, and {type(module).__name__} lacks "
             f"{' and '.join(missing)}."
+        )
+    if hasattr(module, "equal_times"):
+        raise ValueError(
+            f"{callback} needs losses that are errors at one time, and those of "
+            f"{type(module).__name__} are normalized and depend on two times; use DiffusionModule, "
+            f"or leave out {callback}."
         )
     if not isinstance(module.loss, DenoisingLoss):
         raise ValueError(

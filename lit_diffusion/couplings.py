@@ -25,7 +25,8 @@ class BatchAssignment:
 
     With `cost="squared"`, this is minibatch optimal transport. With `cost="distance"`, it is
     immiscible diffusion. The assignment is exact, and is computed on the CPU in O(B**3). On a GPU,
-    each step therefore waits for the device.
+    each step therefore waits for the device. If an image is not finite, the noise is not permuted.
+    The loss is then not finite, and `callbacks.FiniteUpdates` skips the update.
 
     Args:
         cost: the cost of a pair, "squared" for `||x0 - noise||**2` or "distance" for
@@ -77,5 +78,7 @@ class BatchAssignment:
     def _assign(self, x0: Tensor, noise: Tensor) -> Tensor:
         """Index (B,) of the noise that each image gets."""
         distance = torch.cdist(x0.double().flatten(1), noise.double().flatten(1))  # (B, B)
-        cost = distance.square() if self.cost == "squared" else distance
-        return torch.from_numpy(linear_sum_assignment(cost.cpu().numpy())[1]).to(x0.device)
+        cost = (distance.square() if self.cost == "squared" else distance).cpu()
+        if not cost.isfinite().all():
+            return torch.arange(len(x0), device=x0.device)
+        return torch.from_numpy(linear_sum_assignment(cost.numpy())[1]).to(x0.device)

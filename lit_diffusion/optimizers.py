@@ -174,6 +174,7 @@ def hidden_matrices(module: nn.Module) -> list[Tensor]:
     for network in module.modules():
         blocks = [network.get_submodule(name) for name in getattr(network, "block_names", ())]
         params = [param for block in blocks for param in block.parameters() if param.ndim >= 2]
-        starts_with_images = params and params[0].shape[1] == getattr(network, "in_channels", None)
+        first = [*params[0].shape] if params else []
+        starts_with_images = len(first) == 4 and first[1] == getattr(network, "in_channels", None)
         hidden += params[1:] if starts_with_images else params
     return hidden

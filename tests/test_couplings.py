@@ -75,6 +75,19 @@ def test_in_one_dimension_large_batches_give_the_monotone_map():
     assert torch.equal(coupled.flatten().argsort(), x0.flatten().argsort())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("within_classes", [False, True])
+def test_an_image_that_is_not_finite_is_left_to_the_loss(value, within_classes):
+    """So that FiniteUpdates skips the update and names the image, as without a coupling."""
+    x0, noise = batch(20)
+    x0[3, 0, 0, 0] = value
+    labels = torch.arange(20) % 2
+    coupled = BatchAssignment(within_classes=within_classes).couple(x0, noise, labels)
+    left = slice(1, None, 2) if within_classes else slice(None)
+    assert torch.equal(coupled[left], noise[left])
+    assert torch.equal(coupled[::2], noise[::2]) is not within_classes
+
+
 def test_an_unknown_cost_is_named():
     with pytest.raises(ValueError, match="cost must be 'squared' or 'distance', got 'cosine'"):
         BatchAssignment("cosine")

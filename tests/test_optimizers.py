@@ -81,6 +81,12 @@ def test_muon_updates_matrices_but_those_of_the_first_and_last_layer_and_of_embe
     assert len(names) == len(muon) + len(adamw)
 
 
+def test_the_first_matrix_is_hidden_even_if_it_is_as_wide_as_the_images_have_channels():
+    narrow, wide = (small("dit", in_channels=channels) for channels in (1, 32))
+    assert len(hidden_matrices(wide)) == len(hidden_matrices(narrow))
+    assert wide.blocks[0].attn.qkv.weight.shape[1] == wide.in_channels
+
+
 def test_networks_inside_of_others_and_frozen_weights():
     network = NETWORKS["unet"](**arguments("unet", in_channels=4, out_channels=4))
     network.middle_block.requires_grad_(False)

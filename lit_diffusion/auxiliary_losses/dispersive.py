@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lit_diffusion.auxiliary_losses.features import BlockFeatures
@@ -16,15 +17,17 @@ class Dispersive:
     pairs (i, j) of images of the batch on one device, including i = j. The loss is at most 0. It is
     lowest if the features of different images are far apart.
 
-    The paper does not divide by D. This division makes the temperature independent of the size of
-    the block.
+    The division by D makes the temperature independent of the size of the block. The paper has a
+    temperature, for which it reports 0.5, and does not divide by D. The authors' code divides by D
+    and has no temperature. The default, temperature 1, is that of the code. The loss is computed in
+    float32, also under autocast.
 
     Args:
         block: name of the block in the network, such as "blocks.3". The authors use a block at a
             quarter of the depth.
         weight: factor on the loss. The authors use 0.5.
         temperature: scale of `||z_i - z_j||**2 / D`. Pairs for which this distance is much larger
-            than the temperature contribute nothing. The authors use 0.5.
+            than the temperature contribute nothing.
 
     Raises:
         ValueError: unless weight and temperature are above 0.
@@ -42,7 +45,7 @@ class Dispersive:
         tensor(True)
     """
 
-    def __init__(self, block: str, weight: float = 0.5, temperature: float = 0.5) -> None:
+    def __init__(self, block: str, weight: float = 0.5, temperature: float = 1.0) -> None:
         check_positive(weight=weight, temperature=temperature)
         self.weight, self.temperature = weight, temperature
         self.features = BlockFeatures(block)
@@ -54,8 +57,12 @@ class Dispersive:
     def compute(self, module: Any, batch: NoisedBatch, /) -> Tensor:
         """Compute the loss of the features from the last forward pass, as a scalar."""
         z = self.features.take().float().flatten(1)  # (B, D)
-        # |a - b|**2 = |a|**2 + |b|**2 - 2 a.b, because the gradient of cdist is infinite at 0.
-        squares = z.square().sum(1)
-        distances = (squares[:, None] + squares - 2 * z @ z.T).clamp(min=0) / z.shape[1]  # (B, B)
-        log_mean = (-distances / self.temperature).flatten().logsumexp(0) - 2 * math.log(len(z))
-        return self.weight * log_mean
+        with torch.autocast(z.device.type, enabled=False):
+            # |a - b|**2 = |a|**2 + |b|**2 - 2 a.b, because the gradient of cdist is infinite at 0.
+            # Without the mean, which all images share, little is canceled in the subtraction.
+            z = z - z.mean(0)
+            products = z @ z.T  # (B, B)
+            squares = products.diagonal()  # so that i = j has the distance 0 exactly
+            distances = (squares[:, None] + squares - 2 * products).clamp(min=0)
+            exponents = -distances / (z.shape[1] * self.temperature)
+            return self.weight * (exponents.flatten().logsumexp(0) - 2 * math.log(len(z)))

@@ -19,6 +19,12 @@ ChangedSettings = Mapping[str, tuple[Any, Any]]
 """Dotted name of a setting -> (value in the checkpoint, present value)."""
 
 
+LEARNING_RATES = ("lr", "adamw_lr")
+"""Arguments of optimizers that are the lr of a param group."""
+OPTIMIZERS = ("torch.optim.", "lit_diffusion.optimizers.")
+"""Modules of optimizers."""
+
+
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, as {dotted name: (saved value, used value)}.
 
@@ -60,7 +66,8 @@ class ApplyChangedHyperparameters(Callback):
     def __init__(self, changed: ChangedSettings) -> None:
         self._changed = changed
         self._arguments = {name.rpartition(".")[2] for name in changed}
-        self._reschedule = "lr" in self._arguments or any("scheduler" in name for name in changed)
+        has_lr = not self._arguments.isdisjoint(LEARNING_RATES)
+        self._reschedule = has_lr or any("scheduler" in name for name in changed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Apply the changes to the checkpoint, if Lightning has already loaded it."""
@@ -98,7 +105,7 @@ class ApplyChangedHyperparameters(Callback):
         if not self._changed:
             return
         for name, (old, new) in self._changed.items():
-            if str(old).startswith("torch.optim.") and "lr_scheduler" not in str(old):
+            if str(old).startswith(OPTIMIZERS) and "lr_scheduler" not in str(old):
                 raise ValueError(
                     f"{name} was {old} and is now {new}, whose state the checkpoint does not hold; "
                     "resume with the same optimizer, or start a new run."

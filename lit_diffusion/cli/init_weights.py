@@ -29,9 +29,14 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
         ValueError: if no weight of the source fits, or if a weight that fits is not finite.
     """
     description, state, settings = read_init(source)
-    fitting, outcome = match_weights(module.state_dict(), state)
+    # The checksum of a teacher's file is no weight, and the new run may have another teacher.
+    state, target = (
+        {name: value for name, value in every.items() if not name.endswith(".sha256")}
+        for every in (state, module.state_dict())
+    )
+    fitting, outcome = match_weights(target, state)
     if not fitting:
-        theirs, ours = (", ".join(list(names)[:3]) for names in (state, module.state_dict()))
+        theirs, ours = (", ".join(list(names)[:3]) for names in (state, target))
         raise ValueError(
             f"--init_weights {source}: none of its weights ({theirs}, ...) fits the model, which "
             f"has {ours}, ...; name a file of this architecture."

@@ -49,7 +49,8 @@ class MeanFlow(DiffusionModule):
         *args: arguments of `DiffusionModule`. The network must take two times, as `UNet` and `DiT`
             do with `two_times=True`. Its noise labels are (B, 2): labels of t and of t - r. The
             process must be `LinearFlow`, the parameterization `FlowVelocity`, and the loss
-            `DenoisingLoss`.
+            `DenoisingLoss`. There can be no `auxiliary_loss`, because its time t would be another
+            one than that of the network, which is the later of two times.
         equal_times: fraction of the images with r = t. The authors use 0.75.
         power: exponent of the adaptive weight. The authors use 1. With 0, the loss is the squared
             error. Use 0 for data of a few dimensions, where the network would otherwise learn a
@@ -106,6 +107,12 @@ class MeanFlow(DiffusionModule):
         ):
             if not isinstance(part, needed):
                 raise ValueError(f"MeanFlow needs {needed.__name__}, got {part}; change it.")
+        if self.auxiliary_loss is not None:
+            raise ValueError(
+                "MeanFlow trains at other times than an auxiliary loss would see, got "
+                f"auxiliary_loss={type(self.auxiliary_loss).__name__}; leave it out, or use "
+                "DiffusionModule."
+            )
         if not any(getattr(part, "two_times", False) for part in self.network.modules()):
             raise ValueError(
                 "MeanFlow needs a network that takes two times, got "

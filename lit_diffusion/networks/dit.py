@@ -154,7 +154,7 @@ class DiT(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.token_routing = token_routing
         if token_routing is not None:
-            token_routing.check_depth(depth)
+            token_routing.check_network(depth, self.side**2)
 
         self.x_embedder = PatchEmbed(in_channels, width, patch_size)
         self.t_embedder = nn.ModuleDict(

@@ -271,7 +271,7 @@ class JiT(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.token_routing = token_routing
         if token_routing is not None:
-            token_routing.check_depth(depth)
+            token_routing.check_network(depth, self.side**2)
 
         self.patch_embed = nn.Sequential(
             nn.Linear(patch_size**2 * in_channels, bottleneck, bias=False),

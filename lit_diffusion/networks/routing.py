@@ -25,7 +25,7 @@ class TokenRouting:
 
     Args:
         fraction: share of the tokens of an image that is routed, in [0, 1). It is rounded to a
-            whole number of tokens. The authors use 0.5.
+            whole number of tokens, which must not be all. The authors use 0.5.
         start: index of the first block that routed tokens skip. The authors use about 2.
         end: index of the block that gets all tokens again, below the depth of the network. The
             authors use about the depth minus 4.
@@ -51,13 +51,23 @@ class TokenRouting:
         if not 0 <= self.start < self.end:
             raise ValueError(f"0 <= start < end must hold, got {self.start} and {self.end}.")
 
-    def check_depth(self, depth: int) -> None:
-        """Raise ValueError unless a network of `depth` blocks has a block `end`."""
+    def check_network(self, depth: int, num_patches: int) -> None:
+        """Raise ValueError if a network has no block `end`, or if all its patches are routed."""
         if self.end >= depth:
             raise ValueError(
                 f"end must be below the depth {depth}, so that a block gets all tokens again, got "
                 f"end={self.end}."
             )
+        if self.num_routed(num_patches) == num_patches:
+            raise ValueError(
+                f"at least one of the {num_patches} patches must not be routed, but "
+                f"fraction={self.fraction} is rounded to all of them; use at most "
+                f"{1 - 1 / num_patches:.3g}."
+            )
+
+    def num_routed(self, num_patches: int) -> int:
+        """Return the number of patches of an image that are routed."""
+        return round(self.fraction * num_patches)
 
 
 class Route:
@@ -98,7 +108,7 @@ class Route:
             (B, K + E, D) from block `start` on, and (B, N + E, D) from block `end` on.
         """
         if self.routing is not None and i == self.routing.start:
-            num_routed = round(self.routing.fraction * self.num_patches)
+            num_routed = self.routing.num_routed(self.num_patches)
             order = torch.rand(len(x), self.num_patches, device=x.device).argsort(dim=1)
             self.kept = order[:, num_routed:].sort(dim=1).values
             self.patches, others = x[:, : self.num_patches], x[:, self.num_patches :]

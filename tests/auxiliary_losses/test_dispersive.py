@@ -45,6 +45,31 @@ def test_a_step_along_the_gradient_moves_features_apart_and_equal_ones_have_none
     assert torch.equal(equal.grad, torch.zeros_like(equal))
 
 
+def test_the_default_is_the_kernel_of_the_distance_per_feature():
+    z = torch.randn(5, 3, 4)
+    distances = torch.cdist(z.flatten(1).double(), z.flatten(1).double()).square() / 12
+    torch.testing.assert_close(loss_of(z), (0.5 * (-distances).exp().mean().log()).float())
+
+
+def test_features_that_all_images_share_change_nothing_also_under_autocast():
+    """Of 300, bfloat16 resolves only 2, and float32 loses digits of the square."""
+    z, shared = torch.randn(16, 8, 32), torch.zeros(32)
+    shared[0] = 300.0
+    inputs = (z, z + shared, z + shared)
+    plain, offset, under_autocast = (each.clone().requires_grad_() for each in inputs)
+    expected = loss_of(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = loss_of(under_autocast)
+    losses = (expected, loss_of(offset), rounded)
+    gradients = [
+        torch.autograd.grad(loss, each)[0]
+        for loss, each in zip(losses, (plain, offset, under_autocast), strict=True)
+    ]
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-7)
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_features_of_a_block_are_its_output_with_gradients(compiled):
     network = DiT(8, 1, 1, depth=2, width=32, num_heads=2)

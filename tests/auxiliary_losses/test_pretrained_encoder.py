@@ -7,12 +7,13 @@ import pytest
 import torch
 from support import small_encoder
 from support.commands import call
-from support.plain_module import make_trainer
+from support.plain_module import assert_same_bits, make_trainer
 from support.small_encoder import MEAN, STD
 from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion import load
 from lit_diffusion.auxiliary_losses import PretrainedEncoder, RepresentationAlignment
+from lit_diffusion.cli.init_weights import start_from
 from lit_diffusion.protocols import NoisedBatch
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -135,6 +136,19 @@ def test_a_checkpoint_samples_without_the_folder_and_trains_on_with_the_same_enc
     make_trainer(tmp_path, max_steps=3, max_epochs=-1).fit(
         repa_module(copy), images(12, 6), **resume
     )
+
+
+def test_a_run_that_starts_from_the_weights_of_another_may_have_another_teacher(encoder, tmp_path):
+    module, source = repa_module(encoder), tmp_path / "source.ckpt"
+    trainer = make_trainer(tmp_path, max_steps=1, max_epochs=-1)
+    trainer.fit(module, images(6, 6))
+    trainer.save_checkpoint(source)
+    fresh = repa_module(encoder)
+    text = start_from(fresh, str(source), {})
+    assert "sha256" not in text
+    assert not fresh.auxiliary_loss.teacher.sha256.any()
+    projector = fresh.auxiliary_loss.projector.state_dict()
+    assert_same_bits(projector, module.auxiliary_loss.projector.state_dict())
 
 
 def test_a_folder_that_does_not_fit_is_named(encoder, tmp_path):

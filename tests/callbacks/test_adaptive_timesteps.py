@@ -209,10 +209,13 @@ def test_it_learns_from_the_batch_of_every_nth_update(tmp_path, accumulate):
         drawn.append((outputs["u"], module.timestep_density))
         return outputs
 
+    measured, objective = [], callback._objective
+    callback._objective = lambda *args: measured.append(len(drawn) - 1) or objective(*args)
     module.training_step = training_step
     options = {"max_epochs": 2, "accumulate_grad_batches": accumulate}
     make_trainer(tmp_path, callback, **options).fit(module, images(6 * 8 * accumulate, 8))
     used = [accumulate * (n + 1) - 1 for n in range(0, 12, 3)]  # last batches of updates
+    assert measured == [i for last in used for i in (last - 1, last)]  # before and after it alone
     bins = [(drawn[i][0] * 4).long().tolist() for i in used]
     assert [row.tolist() for row, _, _ in callback.learned] == bins
     assert callback.learned[0][2] == [1, 3]

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler as lr
 from lit_diffusion.cli.changed_settings import ApplyChangedHyperparameters, differences
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.lr_schedules import WarmupConstant, WarmupLinear
+from lit_diffusion.optimizers import MuonAdamW
 
 ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1, "betas": [0.9, 0.99]}}
 MODEL = {"class_path": "A", "init_args": {"optimizer": ADAM, "sizes": (1, 2), "dropout": None}}
@@ -82,6 +83,43 @@ def test_a_changed_lr_or_schedule_is_as_if_it_had_been_there_from_the_start(
     train(tmp_path, partial(Adam, lr=0.1), before, steps=5)
     assert train(tmp_path, partial(Adam, lr=lr), after, changes=changes) == whole[5:]
     assert saved(tmp_path)["lr_schedulers"] == saved(tmp_path / "whole")["lr_schedulers"]
+
+
+def train_with_muon(folder, steps=8, changes=None, schedule=None, optimizer=MuonAdamW, **options):
+    """The lr of each param group in the end; a resume with those changes, if there are any."""
+    network = TinyNet(3)
+    network.block_names = ("layers",)
+
+    def make(parameters):
+        made = optimizer(parameters, **options)
+        if optimizer is MuonAdamW:
+            made.attach(network)
+        return made
+
+    ckpt_path = None if changes is None else folder / "last.ckpt"
+    apply, module = ApplyChangedHyperparameters(changes or {}), TinyModule(network, make, schedule)
+    trainer = fit(LastCheckpoint(folder), folder, ckpt_path, [apply], module, max_steps=steps)
+    return [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+
+@pytest.mark.parametrize("schedule", [None, partial(LINEAR, total_steps=12)])
+def test_a_changed_lr_of_one_group_is_applied(tmp_path, schedule):
+    whole = train_with_muon(tmp_path / "whole", schedule=schedule, lr=0.1, adamw_lr=0.02)
+    train_with_muon(tmp_path, 5, schedule=schedule, lr=0.1)
+    changes = {"model.optimizer.adamw_lr": (None, 0.02)}
+    resumed = train_with_muon(tmp_path, 8, changes, schedule, lr=0.1, adamw_lr=0.02)
+    assert resumed == whole
+    assert resumed[1] == pytest.approx(resumed[0] / 5)
+
+
+def test_another_optimizer_is_refused_in_both_directions(tmp_path):
+    names = {Adam: "torch.optim.Adam", MuonAdamW: "lit_diffusion.optimizers.MuonAdamW"}
+    for old, new in ((Adam, MuonAdamW), (MuonAdamW, Adam)):
+        folder = tmp_path / old.__name__
+        train_with_muon(folder, 2, optimizer=old)
+        changes = {"model.optimizer": (names[old], names[new])}
+        with pytest.raises(ValueError, match=f"was {names[old]} and is now {names[new]}, whose"):
+            train_with_muon(folder, 4, changes, optimizer=new)
 
 
 SCHEDULES = {

@@ -5,8 +5,11 @@ import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from support.plain_module import make_trainer
 from support.resuming import Recipe, assert_undisturbed
+from support.tiny_diffusion import images
 from torch import nn
 
+from lit_diffusion.auxiliary_losses import ContrastiveFlow
+from lit_diffusion.callbacks import AdaptiveTimesteps, InfoNoise
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.losses import DenoisingLoss, MinSNR, Simple, UncertaintyLoss
 from lit_diffusion.modules.diffusion import DiffusionModule
@@ -359,11 +362,19 @@ def test_a_fit_learns_to_sample_in_one_step():
         ({"power": -1.0}, "power >= 0 .* got 0.75, -1.0"),
         ({"guidance_mix": 1.0}, r"guidance_mix in \[0, 1\), got .* 1.0"),
         ({"guidance_scale": 2.0}, "needs label_dropout > 0, got 2.0"),
+        ({"auxiliary_loss": ContrastiveFlow()}, "got auxiliary_loss=ContrastiveFlow; leave it out"),
     ],
 )
 def test_mistakes_are_explained(changes, message):
     with pytest.raises(ValueError, match=message):
         make(**{"network": GaussianFlow(), **changes})
+
+
+@pytest.mark.parametrize("callback", [InfoNoise, AdaptiveTimesteps])
+def test_callbacks_that_compute_errors_from_losses_are_refused(tmp_path, callback):
+    trainer = make_trainer(tmp_path, callback())
+    with pytest.raises(ValueError, match=f"{callback.__name__} needs .* of MeanFlow .* two times"):
+        trainer.fit(small_mean_flow(), images(8, 8))
 
 
 def test_a_strategy_that_splits_weights_is_explained(tmp_path):

@@ -209,6 +209,14 @@ def test_numbers_that_make_no_route_are_refused(arguments, message):
 
 
 @networks
+def test_one_patch_of_an_image_at_least_is_not_routed(name):
+    with pytest.raises(ValueError, match=r"fraction=0.97 is rounded to all .* at most 0.938"):
+        small(name, token_routing=TokenRouting(0.97, 1, 3))
+    network = small(name, token_routing=TokenRouting(0.96, 1, 3))
+    assert network(*batch(), condition("labels")).isfinite().all()
+
+
+@networks
 def test_a_block_must_get_all_tokens_again(name):
     with pytest.raises(ValueError, match=r"end must be below the depth 4, .* got end=4"):
         small(name, token_routing=TokenRouting(0.5, 1, 4))
