@@ -218,7 +218,7 @@ class CurriculumWeight(_Curriculum):
 
 
 class ImportanceWeightedCurriculum(_Curriculum):
-    """Control experiment for `TimestepCurriculum`: the same density, plus importance weights.
+    """Control experiment for `TimestepCurriculum`: importance weights cancel its density.
 
     The module samples noise levels from p, the `clts_density` of the step. The loss at a noise
     level in bin i is divided by `num_bins * p[i]`. The expected gradients are therefore the same as

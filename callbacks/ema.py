@@ -91,7 +91,7 @@ def ema_update_(
 
     The update is computed with `torch.lerp`. If an average equals the weights, lerp does not change
     the average. The formula `decay * shadow + (1 - decay) * params` would change it by rounding
-    errors. Weights are first copied to the device and cast to the dtype of their averages. If a
+    errors. Weights are first converted to the device and dtype of their averages. If a
     tensor is split over ranks (a DTensor), each rank updates the part that it stores.
 
     Args:

@@ -469,7 +469,7 @@ class FIDEvaluation(PeriodicEvaluation):
         return f"{type(self).__qualname__}{parts}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best FID with its step and settings, and the count of images trained on."""
+        """Return the best FID, its step and settings, and how many images were trained on."""
         return {
             "best_score": self.best_score,
             "best_step": self.best_step,
@@ -500,9 +500,9 @@ class FIDEvaluation(PeriodicEvaluation):
 def averaging_decay(trainer: Trainer, weights: str) -> float | None:
     """Return the EMA decay of the weights called `weights`; None if it is unknown or ambiguous.
 
-    The decay is ambiguous if several callbacks provide weights of this name with different decays.
-    The function reads the decay from the name, because EMA names its averages "ema_<decay>". If the
-    name is "ema", it reads the decay of the first average.
+    EMA names its averages "ema_<decay>", so the function reads the decay from the name. For the
+    name "ema", it returns the decay of the first average. The decay is ambiguous if several
+    callbacks provide weights of this name with different decays.
 
     Example:
         >>> from lit_diffusion.callbacks import EMA

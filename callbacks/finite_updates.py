@@ -127,10 +127,10 @@ class FiniteUpdates(pl.Callback):
       Otherwise, the saved states of the random generators are not the states with which
       training_step starts.
 
-    Cost: each update copies the module's buffers. Usually, each update also waits for the GPU once.
-    There is no wait on CUDA if all of the following hold: max_nonfinite_steps is 0, optimization is
-    automatic, no weights are split over ranks, and each optimizer is torch's Adam, AdamW, SGD or
-    Adagrad with `fused=True`. Without the wait, the behavior differs in these points:
+    Cost: each update copies the module's buffers. Usually, the host also waits for the GPU once in
+    each update. There is no wait on CUDA if all of the following hold: max_nonfinite_steps is 0,
+    optimization is automatic, no weights are split over ranks, and each optimizer is torch's Adam,
+    AdamW, SGD or Adagrad with `fused=True`. Without the wait, the behavior differs in these points:
 
     - The GPU skips the bad update and all later updates. The host notices this at most 4 updates
       later and then stops the run. The host notices earlier at a logging step, at a validation, at

@@ -121,7 +121,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         self._weights_before: list[Tensor] = []
 
     def metric_names(self) -> list[str]:
-        """Names of the metrics for each noise level, each pair of noise levels, and the update."""
+        """Metric names for each noise level, each pair of noise levels, and the last update."""
         names = [f"grad/{kind}_u{u:.3g}" for kind in ("norm", "noise_scale") for u in self.levels]
         pairs = combinations(self.levels, 2)
         return [*names, *(f"grad/cosine_u{u:.3g}_u{v:.3g}" for u, v in pairs), "grad/update_ratio"]

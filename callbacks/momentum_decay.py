@@ -1,4 +1,4 @@
-"""Momentum decay with learning rate compensation (MDLRC), and a control that only lowers the lr.
+"""Decay the momentum and compensate by the lr (MDLRC). A control experiment only lowers the lr.
 
 The learning rate is called lr, as in torch.
 """
@@ -111,8 +111,8 @@ class MomentumDecay(pl.Callback):
     - AdamW multiplies its weight decay by the lr, so `lr_factor` scales the weight decay as well.
     - The momentum of torch's Muon is treated as beta1. The paper does not consider Muon. Muon
       gives the newest gradient the weight `1 - beta1**2` (Nesterov) and then orthogonalizes the
-      update, so that its size does not depend on beta1. Therefore, its newest gradient does not
-      have the same weight in all updates.
+      update, so that the size of the update does not depend on beta1. Therefore, the newest
+      gradient does not have the same weight in all updates of Muon.
 
     Args:
         total_steps: length of the schedule in steps of each optimizer. Without the lower bound
@@ -353,9 +353,9 @@ class LRCompensation(MomentumDecay):
     """Control experiment for `MomentumDecay`: lowers the lr by the same factor, but keeps beta1.
 
     In each update, the lr is the optimizer's lr times the `lr_factor` from
-    `momentum_decay(step, total_steps, beta0, min_beta1)`. This lr is bit-identical to the lr in a
-    run with `MomentumDecay` whose optimizer has the initial beta1 `beta0`. The two runs differ only
-    in momentum.
+    `momentum_decay(step, total_steps, beta0, min_beta1)`. A run with `MomentumDecay` uses exactly
+    the same lr if the initial beta1 of its optimizer is `beta0`. The two runs then differ only in
+    momentum.
 
     Args:
         total_steps: length of the schedule in optimizer steps; None uses the length of the fit.

@@ -1,4 +1,4 @@
-"""Show progress in optimizer steps, by a bar in terminals, or by plain lines in other outputs."""
+"""Show progress in optimizer steps: as a bar in a terminal, or as plain lines elsewhere."""
 
 import logging
 import math

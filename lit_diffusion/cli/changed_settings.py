@@ -28,7 +28,7 @@ OPTIMIZERS = ("torch.optim.", "lit_diffusion.optimizers.")
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, as {dotted name: (saved value, used value)}.
 
-    If the classes of an object differ, the result has its two class paths, but not its arguments.
+    If an object has two different classes, the result has the two class paths, but no arguments.
     Settings that exist on only one side are ignored, because a newer version of the library may
     have added an argument.
     """

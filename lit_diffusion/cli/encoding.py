@@ -75,7 +75,7 @@ def encode_shards(
     rank: int = 0,
     world_size: int = 1,
 ) -> int:
-    """Write this process's share of the missing shards of a folder, and return their number.
+    """Write this process's share of a folder's missing shards, and return how many were written.
 
     A shard depends only on its images, not on the process that writes it.
     """

@@ -1,4 +1,4 @@
-"""`lit-diffusion evaluate`: FID, KID, precision, recall and IS, computed by torch-fidelity."""
+"""`lit-diffusion evaluate`: compute FID, KID, precision, recall and IS with torch-fidelity."""
 
 import json
 import sys

@@ -53,12 +53,12 @@ class ExactResume(AccumulationTracker, Callback):
 
     The callback makes up for five gaps in Lightning:
 
-    - In a resumed epoch, Lightning does not call `on_train_epoch_start`, in which
-      GradientAccumulationScheduler sets the number of accumulated batches.
+    - In a resumed epoch, Lightning does not call `on_train_epoch_start`. Therefore,
+      GradientAccumulationScheduler does not set the number of accumulated batches.
     - Lightning saves checkpoints before it updates ReduceLROnPlateau, so a resume loses this
       update. Lightning also skips the update at the end of a resumed epoch.
-    - Lightning does not save `callback_metrics`, which ReduceLROnPlateau, ModelCheckpoint and
-      EarlyStopping read.
+    - Lightning does not save `callback_metrics`. After a resume, ReduceLROnPlateau,
+      ModelCheckpoint and EarlyStopping therefore lack the metrics that they monitor.
     - Lightning saves only a part of the state of ModelCheckpoint.
     - Lightning does not save whether EarlyStopping has stopped the fit. A resume would therefore
       train further.

@@ -1,4 +1,4 @@
-"""`lit-diffusion fit | validate | test | predict`: help and quick checks of the command line.
+"""Print help for `lit-diffusion fit | validate | test | predict`, and check the command line.
 
 The checks do not import torch or Lightning, because that takes seconds. `cli.fitting` does so after
 the checks.

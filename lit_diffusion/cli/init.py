@@ -196,7 +196,7 @@ def _leads_back(path: Path) -> bool:
 
 
 def method_names() -> list[str]:
-    """List the methods of configs/methods that `init` offers: all that train a DiffusionModule."""
+    """List the methods that `init` offers: all in configs/methods that train a DiffusionModule."""
     texts = {
         file.stem: check_regular(file).read_text()
         for file in sorted((shipped_configs() / "methods").glob("*.yaml"))

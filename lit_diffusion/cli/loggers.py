@@ -1,4 +1,4 @@
-"""Write and read metrics.csv and evaluations.jsonl. A resume deletes rows of later steps."""
+"""Write and read metrics.csv and evaluations.jsonl. On resume, rows of later steps are deleted."""
 
 import csv
 import io
@@ -76,7 +76,7 @@ class AppendingCSVLogger(Logger):
 
     @rank_zero_only
     def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write a row to disk before Lightning logs it. Lightning then adds no second row."""
+        """Write a row to disk before Lightning logs it. Lightning's own call then adds no row."""
         self.log_metrics(metrics, step)
         self._replaceable.append(_to_row(metrics, step))
         with self.path.open("a") as file:

@@ -1,4 +1,4 @@
-"""The command `lit-diffusion`, with subcommands whose modules are imported when needed."""
+"""Run the command `lit-diffusion`. It imports only the module of the chosen subcommand."""
 
 import os
 import select

@@ -98,7 +98,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (metric, text) for each FID: its last value, best value, and value for real images."""
+    """Return (metric, text) for each FID. The text has its last, best and real-image values."""
 
     def number(value: float | None) -> str:
         return "NaN" if value is None else f"{value:.4g}"
@@ -126,12 +126,12 @@ def requeue_line(request: Request) -> str:
 
 
 def resume_line(request: Request, step: int, number: signal.Signals, saved: bool) -> str:
-    """Return the message for a fit that a signal stopped: lost steps, and how to resume.
+    """Return the message of a fit that a signal has stopped: lost steps, and how to resume.
 
     Args:
         request: the command line.
         step: optimizer steps completed.
-        number: number of the signal that stopped the fit.
+        number: the signal that stopped the fit.
         saved: whether last.ckpt contains the last step.
     """
     last = checkpoint_file(request.root)

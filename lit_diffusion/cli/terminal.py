@@ -23,7 +23,7 @@ def paint(text: str, style: str, stream: TextIO) -> str:
 
 
 def paint_help(text: str, stream: TextIO) -> str:
-    """The text of a help page, with bold headings and colored names of options and commands."""
+    """Return a help page with bold headings and colored names of options and commands."""
     if not has_color(stream):
         return text
     text = re.sub(r"^[a-z][a-z ]*:(?= |$)", r"\033[1m\g<0>\033[0m", text, flags=re.MULTILINE)

@@ -80,7 +80,7 @@ class ExaminedRun:
     """The objects of a run, its length and its measured times. None means unknown.
 
     Args:
-        cli: holds the objects that `fit` builds.
+        cli: object that holds the module, data and Trainer of the fit.
         seconds: time limit of each measurement of speed.
     """
 
