@@ -76,7 +76,7 @@ class Spectrum:
 
     @property
     def expected_weights(self) -> NDArray[np.float64]:
-        """Quadrature weights (V, m), set to the expected `1 / P` for reliable extreme Ritz values.
+        """Quadrature weights (V, m); reliable extreme Ritz values get the expected weight `1 / P`.
 
         In a single Lanczos run, the weight of a large eigenvalue is proportional to the square of
         one normal variable, so sums over large eigenvalues would be noisy. The weights of the

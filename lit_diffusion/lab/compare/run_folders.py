@@ -297,8 +297,8 @@ def differing_settings(
 def flatten_config(config: Any, name: str = "") -> dict[str, Any]:
     """Convert a nested config to a dictionary with dotted names, such as `optimizer.lr`.
 
-    In a dotted name, an object in a list has the name of its class. A second object of the same
-    class in a list has the name `Class#2`.
+    In a dotted name, an object in a list is represented by the name of its class, `Class`, and a
+    second object of this class in the list by `Class#2`.
 
     Example:
         >>> flatten_config({"optimizer": {"class_path": "torch.Adam", "init_args": {"lr": 0.1}}})
@@ -355,8 +355,8 @@ def select(
     """Group runs by arm, and leave out runs whose FIDs are not comparable.
 
     A run is left out if it was cut short, if one of its files is broken, or if it lacks the metric.
-    It is also left out if the settings of its FID differ from most runs of the baseline, or if the
-    settings of its sampler differ from most runs of its arm.
+    It is also left out if it measures FID with other settings than most runs of the baseline, or if
+    it generates samples with other settings than most runs of its arm.
 
     Args:
         runs: runs of an experiment.
