@@ -1,4 +1,4 @@
-"""Atomic writes that survive a power cut, and safe reading of files from untrusted sources."""
+"""Write files atomically, so that they survive a power cut, and read untrusted files safely."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Bits per dimension of images, from the variational bound or from the probability flow.
+"""Compute bits per dimension of images, from the variational bound or the probability flow.
 
 `bits_per_dim` is for 8-bit images. `flow_bits_per_dim` computes a density over real numbers in
 [-1, 1]. To use it for 8-bit images, first spread each value over its bin of width 2 / 255 by adding

@@ -1,4 +1,4 @@
-"""Folders of image files, and ImageNet. Unusable files are reported before training starts.
+"""Data modules for folders of image files, with a check for unusable files before training.
 
 A check for unusable files decodes every file, which takes minutes for ImageNet. If a folder passes
 the check, a cache outside the folder stores a digest of the files' names, sizes and modification

@@ -1,4 +1,4 @@
-"""Latents written by `lit-diffusion encode`: shards as safetensors files, and an index.
+"""Read and write folders of latents: shards, which are safetensors files, and an index.
 
 A shard holds two tensors: `moments` has shape (n, 2C, h, w) in float16, and `labels` has shape (n,)
 in int64. The moments are the mean and log-variance of each image's VAE posterior, before the

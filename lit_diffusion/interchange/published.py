@@ -110,8 +110,8 @@ def model_config(spec: Json) -> Json:
 def check_weights(state: State, source: str) -> None:
     """Raise ValueError unless all weights are dense, real, floating-point and finite.
 
-    All published checkpoints pass this check. The error message contains `source` and the name of
-    the first weight that fails the check.
+    `convert` checks every published checkpoint with this function. The error message contains
+    `source` and the name of the first weight that fails the check.
 
     Example:
         >>> check_weights({"weight": torch.ones(2)}, "model.pt")

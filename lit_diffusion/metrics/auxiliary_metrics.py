@@ -1,4 +1,4 @@
-"""Auxiliary metrics: further scores of the samples with which an FID was computed.
+"""Compute auxiliary metrics: further scores of the samples whose FID is measured.
 
 A method that was tuned on one FID may improve only this FID. Therefore, the auxiliary metrics score
 the same samples with other feature extractors, and compare the samples with held-out images. They

@@ -27,7 +27,7 @@ _RESULT_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
-    """Record of an evaluation (a line of evaluations.jsonl): the FID and what it depends on.
+    """Record of an evaluation (a line of evaluations.jsonl): the FID and how it was measured.
 
     All values are plain builtins, so that they can be written as JSON.
 

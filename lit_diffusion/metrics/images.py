@@ -1,4 +1,4 @@
-"""Image sets to score: from tensors, folders, .npz files, data modules and any other dataset."""
+"""Open sets of images to score: tensors, folders, .npz files, data modules or other datasets."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

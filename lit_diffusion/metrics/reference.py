@@ -1,4 +1,4 @@
-"""Statistics of the reference images of an FID, and the FID's real-data floor.
+"""Measure the reference images of an FID: their statistics and the real-data floor.
 
 The real-data floor is the FID of real images in place of samples. A perfect model would have about
 this FID, which is above 0 because the number of images is finite.
@@ -127,7 +127,7 @@ def measure_reference(
     labels: Sequence[int] | None = None,
     real_features: Tensor | None = None,
 ) -> Reference:
-    """Measure the statistics of `real` and the real-data floor, or read them from the cache.
+    """Measure the statistics of `real` and the real-data floor, or read both from the cache.
 
     The real-data floor is the FID of real images in place of samples. With `others`, the function
     draws up to `num_samples` images of `others` and scores them against all of `real`. Without

@@ -1,4 +1,4 @@
-"""FID, KID, precision, recall and inception score, computed by torch-fidelity from features."""
+"""Compute FID, KID, precision, recall and inception score from features, with torch-fidelity."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A small convolutional network that extracts features of small images for FID, and its training.
+"""Define and train a small convolutional network that extracts features of images for FID.
 
 The features must depend on the content of an image and on its quality. Therefore, the network
 learns two tasks at once. The first task is to classify clean images, or, if there are no classes,
