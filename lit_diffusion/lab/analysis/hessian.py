@@ -80,10 +80,10 @@ class Spectrum:
 
         In a single Lanczos run, the weight of a large eigenvalue is proportional to the square of
         one normal variable, so sums over large eigenvalues would be noisy. The weights of the
-        largest and smallest Ritz values are therefore replaced, as far as all runs agree on these
-        values. A weight is not replaced if its mean over runs is above `4 / P`, because it then
-        belongs to an eigenvalue with multiplicity > 1. The other weights are rescaled, so that each
-        row still sums to 1.
+        largest and smallest Ritz values are therefore replaced by `1 / P`, as far as all runs agree
+        on these values. A weight is not replaced if its mean over runs is above `4 / P`, because it
+        then belongs to an eigenvalue with multiplicity > 1. The other weights are rescaled, so that
+        each row still sums to 1.
         """
         magnitudes = np.abs(self.nodes).max(axis=0)
         agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan
