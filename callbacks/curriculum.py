@@ -93,7 +93,7 @@ def clts_density(
         step: optimizer steps completed.
         num_steps: optimizer steps until the density is the Gaussian.
         mean: mean of the Gaussian: the noise level u in [0, 1] that is sampled most.
-        std: standard deviation of the Gaussian in units of u. The paper's value sigma = T is 1.0.
+        std: standard deviation of the Gaussian in units of u. The paper uses 1.0 (sigma = T).
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the result is the paper's
             density over the times t = 1, ..., T.
         normalize: how to mix the Gaussian and the uniform density, "truncate" or "mix".
@@ -169,7 +169,7 @@ class TimestepCurriculum(_Curriculum):
         num_steps: optimizer steps until the density is the Gaussian. The paper reports 50,000 for
             CIFAR-10 and 300,000 for ImageNet-128.
         mean: mean of the Gaussian: the noise level u in [0, 1] that is sampled most.
-        std: standard deviation of the Gaussian in units of u. The paper's value sigma = T is 1.0.
+        std: standard deviation of the Gaussian in units of u. The paper uses 1.0 (sigma = T).
         num_bins: number of equal bins over [0, 1]. With num_bins = T, the density is the paper's
             density over the times t = 1, ..., T.
         normalize: how to mix the Gaussian and the uniform density, "truncate" or "mix". See
@@ -218,7 +218,7 @@ class CurriculumWeight(_Curriculum):
 
 
 class ImportanceWeightedCurriculum(_Curriculum):
-    """Control experiment for `TimestepCurriculum`: importance weights cancel its density.
+    """Control experiment for `TimestepCurriculum`: loss weights cancel the effect of its density.
 
     The module samples noise levels from p, the `clts_density` of the step. The loss at a noise
     level in bin i is divided by `num_bins * p[i]`. The expected gradients are therefore the same as

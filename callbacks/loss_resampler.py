@@ -165,7 +165,7 @@ class LossBasedDensity(TimestepWriter):
 
     @abstractmethod
     def density(self, history: LossHistory) -> Tensor:
-        """Return float64 probabilities of the bins; all ones if a bin has no full history yet."""
+        """Return float64 probabilities of the bins; all ones until every bin has a full history."""
 
     def recorded_losses(self, pl_module: pl.LightningModule, outputs: dict[str, Tensor]) -> Tensor:
         """Return the losses (B,) to record for a batch.

@@ -1,4 +1,4 @@
-"""Decay the momentum and compensate by the lr (MDLRC). A control experiment only lowers the lr.
+"""Decay the momentum with learning rate compensation (MDLRC), or only lower the lr, as a control.
 
 The learning rate is called lr, as in torch.
 """

@@ -1,4 +1,4 @@
-"""Power-function EMA of weights (EDM2). Snapshots allow averages with other widths later."""
+"""Power-function EMA of weights (EDM2), and snapshots for reconstructing EMAs of other widths."""
 
 import shutil
 from math import prod
@@ -35,9 +35,9 @@ class PowerEMA(EMA):
     widths from a checkpoint and the snapshots of earlier steps. To do so, call
     `load(run, weights="power_0.07")` or run `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For
     widths from 0.02 to 0.25, 30 snapshots suffice. A reconstruction is a linear combination of
-    snapshots. The profile of an average gives the share of each training step in the average. If
-    the relative L2 error of the reconstructed profile, compared with the profile of the requested
-    width, exceeds 0.1, an error is raised.
+    snapshots. The profile of an average gives the share of each training step in the average. An
+    error is raised if the reconstructed profile differs from the profile of the requested width by
+    a relative L2 error above 0.1.
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
     use the first average, while `state_dict()` and checkpoints have the raw weights. A resumed run

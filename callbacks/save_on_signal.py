@@ -196,8 +196,8 @@ class _MaxReducer:
     def reduce_async(self, number: int) -> int:
         """Start to compute the maximum of `number` over ranks. Return the previous call's maximum.
 
-        The ranks can train in the meantime, because the maximum of the numbers in this call is
-        returned by the next call. If there is only one rank, return `number`.
+        This call does not wait for its own maximum, so the ranks can train in the meantime. The
+        next call returns it. If there is only one rank, return `number`.
         """
         if self._group is None:
             return number
@@ -208,7 +208,7 @@ class _MaxReducer:
         return maximum
 
     def reduce(self, number: int) -> int:
-        """Wait for the other ranks. Return the maximum of the numbers in this and the last call."""
+        """Wait for the other ranks. Return the maximum over all ranks and the last two calls."""
         return max(self.reduce_async(number), self._wait()) if self._group else number
 
     def close(self) -> None:

@@ -159,7 +159,7 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 
 
 def output_folder(trainer: pl.Trainer) -> str:
-    """Return the folder for the files of callbacks. All ranks get the same folder. Collective.
+    """Return the folder for files of callbacks. All ranks get the same folder. Collective.
 
     The command `lit-diffusion fit` stores this folder in `trainer.run_folder`. If the Trainer does
     not have this attribute, the function returns the folder in which Lightning creates

@@ -28,9 +28,9 @@ OPTIMIZERS = ("torch.optim.", "lit_diffusion.optimizers.")
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, as {dotted name: (saved value, used value)}.
 
-    If an object has two different classes, the result has the two class paths, but no arguments.
-    Settings that exist on only one side are ignored, because a newer version of the library may
-    have added an argument.
+    If a saved object and the used object have different classes, the result has their class paths,
+    but none of their arguments. Settings that exist on only one side are ignored, because a newer
+    version of the library may have added an argument.
     """
     are_lists = isinstance(saved, list | tuple) and isinstance(used, list | tuple)
     if saved == used or (are_lists and list(saved) == list(used)):  # YAML has no tuples

@@ -1,4 +1,4 @@
-"""Run `lit-diffusion fit | validate | test | predict` by LightningCLI, with a run folder.
+"""Run `lit-diffusion fit | validate | test | predict` with LightningCLI, in a run folder.
 
 The command line overrides configs, and configs override the checkpoint.
 """

@@ -38,7 +38,7 @@ class ImageGenerator:
     """A module on its device, ready to generate images.
 
     Attributes:
-        loaded: the module, and the path, step and name of the weights it was loaded from.
+        loaded: the module, and the file, step and weights (such as "ema") that it was loaded from.
         options: how to generate images.
         labels: class labels. Image i gets `labels[i % len(labels)]`. None derives each label from
             the seed of the image.
@@ -49,8 +49,8 @@ class ImageGenerator:
             noise.
         mask: (1, 1, h, w) float with the height and width of x0. It is 1 where `init` is preserved.
             None edits the whole image.
-        guided_by: for samples.json, the checkpoint, step and name of the weights of the model that
-            --weaker or --classifier names. None without these options.
+        guided_by: for samples.json, the file, step and weights that the model of --weaker or
+            --classifier was loaded from. None without these options.
     """
 
     loaded: LoadedModule

@@ -43,12 +43,12 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     previous last.ckpt and repeats the steps since then. Saving in `on_train_end` itself would not
     work, because a resume would skip the rest of an unfinished epoch.
 
-    The weights in a new last.ckpt may be bad. Therefore, the previous last.ckpt is preserved as
-    before-last.ckpt until a batch has a finite loss with the new weights. On a GPU, the loss is
-    read only at logging steps. If the next save is due before the loss is read, the callback asks
-    FiniteUpdates instead: if no update has been skipped since the new last.ckpt was saved, this
-    file becomes before-last.ckpt. If a non-finite loss or gradient ends the run, before-last.ckpt
-    replaces last.ckpt.
+    The weights in a new last.ckpt may already have diverged. Therefore, the previous last.ckpt is
+    preserved as before-last.ckpt until a batch has a finite loss with the new weights. On a GPU,
+    the loss is read only at logging steps. If the next save is due before the loss is read, the
+    callback asks FiniteUpdates instead: if no update has been skipped since the new last.ckpt was
+    saved, this file becomes before-last.ckpt. If a non-finite loss or gradient ends the run,
+    before-last.ckpt replaces last.ckpt.
 
     Args:
         folder: folder of last.ckpt.

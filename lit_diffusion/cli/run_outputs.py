@@ -98,7 +98,10 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (metric, text) for each FID. The text has its last, best and real-image values."""
+    """Return (metric, text) for each FID metric.
+
+    The text has the last value, the best value, and the value for real images in place of samples.
+    """
 
     def number(value: float | None) -> str:
         return "NaN" if value is None else f"{value:.4g}"
