@@ -111,7 +111,7 @@ class FiniteUpdates(pl.Callback):
       gradients.
     - The batch is saved to the file non-finite-rank<r>.ckpt in the first logger's version
       directory, or in `default_root_dir` if there is no logger. If an earlier fit has left such a
-      file, the name ends in -v1, -v2, and so on. Read the file with
+      file, the new name ends in -v1, -v2, and so on. Read the file with
       `torch.load(path, weights_only=True)`. The entry "state_dict" has the weights before the
       update. The entry "non_finite" has the batch, the states of the random generators before the
       batch, and the outputs of training_step.

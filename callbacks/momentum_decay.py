@@ -218,7 +218,7 @@ class MomentumDecay(pl.Callback):
             self._total_steps, self._steps = 0, self._steps if trainer.global_step else []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise ValueError for unsupported optimizers or schedulers, or conflicting callbacks."""
+        """Raise ValueError if an optimizer or scheduler is not supported or callbacks conflict."""
         refuse_split_weights(trainer, pl_module, type(self).__name__)
         indices = self._optimizer_indices(trainer)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -352,10 +352,10 @@ class MomentumDecay(pl.Callback):
 class LRCompensation(MomentumDecay):
     """Control experiment for `MomentumDecay`: lowers the lr by the same factor, but keeps beta1.
 
-    In each update, the lr is the optimizer's lr times the `lr_factor` from
-    `momentum_decay(step, total_steps, beta0, min_beta1)`. A run with `MomentumDecay` uses exactly
-    the same lr if the initial beta1 of its optimizer is `beta0`. The two runs then differ only in
-    momentum.
+    Each update uses the optimizer's lr, multiplied by the `lr_factor` that
+    `momentum_decay(step, total_steps, beta0, min_beta1)` returns. A run with `MomentumDecay`
+    uses exactly the same lr if the initial beta1 of its optimizer is `beta0`. The two runs then
+    differ only in momentum.
 
     Args:
         total_steps: length of the schedule in optimizer steps; None uses the length of the fit.

@@ -16,7 +16,7 @@ GAP = 8
 def tile(images: Tensor, width: int) -> Image.Image:
     """Arrange images (N, C, H, W) uint8 in a grid that is about `width` pixels wide.
 
-    A picture that is wider or higher than `2 * width` pixels is scaled down to this size.
+    If the grid is wider or higher than `2 * width` pixels, it is scaled down to this limit.
     """
     picture: Image.Image = to_pil_image(image_grid(images, width=width)).convert("RGB")
     picture.thumbnail((2 * width, 2 * width))

@@ -26,14 +26,15 @@ from lit_diffusion.pretrained import is_packaged
 def read_data_settings(
     checkpoint: str | Path | None, configs: Sequence[str] | None
 ) -> tuple[list[dict[str, Any]], str]:
-    """Read the `data` sections of `configs`, or of the config of the checkpoint's run.
+    """Read the `data` sections of `configs`, or of the run's config if there are no `configs`.
 
     Returns:
         The sections, and the paths of their configs as text for messages.
 
     Raises:
         FileNotFoundError: if a config or the checkpoint does not exist.
-        ValueError: if there are no `configs`, and the checkpoint is in no run folder with a config.
+        ValueError: if there are no `configs`, and the checkpoint is not in the folder of a run
+            that has a config.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     file = latest_config(root) if root else None
