@@ -28,9 +28,9 @@ OPTIMIZERS = ("torch.optim.", "lit_diffusion.optimizers.")
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
     """Return the settings that differ, as {dotted name: (saved value, used value)}.
 
-    If a saved object and the used object have different classes, the result has their class paths,
-    but none of their arguments. Settings that exist on only one side are ignored, because a newer
-    version of the library may have added an argument.
+    If the object in the checkpoint and the object in use have different classes, the result has
+    their class paths, but none of their arguments. Settings of only one of the objects are ignored,
+    because a newer version of the library may have added an argument.
     """
     are_lists = isinstance(saved, list | tuple) and isinstance(used, list | tuple)
     if saved == used or (are_lists and list(saved) == list(used)):  # YAML has no tuples
@@ -78,7 +78,7 @@ class ApplyChangedHyperparameters(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Apply the changes now if the strategy loads optimizers after its setup, as FSDP does."""
+        """Apply the changes if the strategy loads optimizers after its setup, as FSDP does."""
         if not trainer.strategy.restore_checkpoint_after_setup:
             return
         loaded = [_copy_groups(optimizer) for optimizer in trainer.optimizers]

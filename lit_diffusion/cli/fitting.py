@@ -502,8 +502,9 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
     Args:
         error: error that ended a run.
         request: the command line.
-        untrained: whether the run has made no step since it loaded the checkpoint. If so, an error
-            in an optimizer is attributed to the state of the optimizer in the checkpoint.
+        untrained: whether the error occurred before the first optimizer step after the checkpoint
+            was loaded. If so, an error in an optimizer is attributed to its state in the
+            checkpoint.
 
     Returns:
         A readable error, or None for an error with another cause.

@@ -170,8 +170,8 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
     """Parse --labels, which has numbers or names of classes.
 
-    A number in `text` is ambiguous if the name of a class is a number that differs from the label
-    of the class. In this case, only names are accepted.
+    Usually, a class can be given by its label or by its name. If a name is a number but not the
+    label of its class, as for classes "3" and "5" with labels 0 and 1, only names are accepted.
 
     Args:
         text: value of the option: numbers or names, separated by commas. -1 means no class.
@@ -243,9 +243,9 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
     Arguments that are not set come from the solver in the checkpoint. If --solver names a different
-    class, only the arguments `steps`, `clip` and `times` come from the checkpoint, if the class of
-    --solver has them. A new DDPM without a variance gets `LearnedRange` if the loss trains the
-    variance, and `FixedSmall` otherwise.
+    class, the checkpoint determines only `steps`, `clip` and `times`, as far as the class has these
+    arguments. If --solver changes the class to DDPM without a variance, the variance is
+    `LearnedRange` if the loss trains it, and `FixedSmall` otherwise.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)
@@ -282,9 +282,9 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
 def editing_solver(module: Any, options: SamplingOptions) -> Any:
     """Return the solver that generates or edits the images.
 
-    With --mask, the result is RePaint with the steps of the module's solver. With --init alone, the
-    result is the module's solver without its first steps. With neither, the module's solver is
-    returned unchanged.
+    With --init and --mask, the solver is RePaint with the time steps of the module's solver. With
+    --init alone, it is the module's solver without its first steps. Without --init, it is the
+    module's solver.
     """
     if options.init is None:
         return module.solver
@@ -308,8 +308,8 @@ def build_guidance(
 
     Returns:
         A tuple `(guidance, record)`. The guidance is None for classifier-free guidance with a scale
-        of 1. The record describes the model that --weaker or --classifier names. It is None if
-        neither option is set.
+        of 1, which has no effect. The record describes the model that --weaker or --classifier
+        names. The record is None if neither option is set.
 
     Raises:
         ValueError: if the module does not support the guidance, or if the model of --weaker or

@@ -43,9 +43,9 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
 
 
 def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Callback]:
-    """Return the callbacks with LastCheckpoint and SaveOnSignal at the end, added if missing.
+    """Add LastCheckpoint and SaveOnSignal if they are missing, and move them to the end.
 
-    These two callbacks come last because last.ckpt holds the state of all other callbacks.
+    These two callbacks come last because they save the state of all other callbacks in last.ckpt.
 
     Raises:
         ValueError: if a ModelCheckpoint would overwrite last.ckpt with a file that may not resume
@@ -78,8 +78,8 @@ _STEP_HOOKS = (
 def skip_empty_hooks(callbacks: Iterable[Callback]) -> None:
     """Set each hook of a training step to None if the callback does not override it.
 
-    Lightning skips a hook that is not callable. Any other hook costs a context manager and ten
-    function calls per step, even if the hook does nothing.
+    Lightning skips a hook that is not callable, such as None. Without this function, each inherited
+    hook would cost a context manager and ten function calls per step, although it does nothing.
     """
     for callback in callbacks:
         for name in _STEP_HOOKS:

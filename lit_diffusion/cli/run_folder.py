@@ -70,10 +70,13 @@ class Request:
 def read_command_line(argv: Sequence[str]) -> Request:
     """Find the run folder and the checkpoint of a command line.
 
-    The run folder is `trainer.default_root_dir` of the command line or of a config. If a run wrote
-    this config, the run folder is the folder of the config instead, because the run may have been
-    moved. If `default_root_dir` is not set, the run folder is the folder of the run that wrote the
-    checkpoint. Without such a checkpoint, it is runs/<name of the first config>.
+    The run folder is, in this order of precedence:
+
+    - the option --trainer.default_root_dir;
+    - `trainer.default_root_dir` of a config. If a previous run wrote this config, the run folder is
+      the folder that contains the config, because the run may have been moved;
+    - the folder of the run that wrote the checkpoint;
+    - runs/<name of the first config>.
 
     Args:
         argv: the command, then its options.

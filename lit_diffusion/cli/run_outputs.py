@@ -100,7 +100,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return (metric, text) for each FID metric.
 
-    The text has the last value, the best value, and the value for real images in place of samples.
+    The text contains the last FID, the best FID, and the FID of real images in place of samples.
     """
 
     def number(value: float | None) -> str:
@@ -129,7 +129,7 @@ def requeue_line(request: Request) -> str:
 
 
 def resume_line(request: Request, step: int, number: signal.Signals, saved: bool) -> str:
-    """Return the message of a fit that a signal has stopped: lost steps, and how to resume.
+    """Say which steps are lost after a signal has stopped a fit, and how to resume.
 
     Args:
         request: the command line.

@@ -11,7 +11,7 @@ from torch import nn
 def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     """Remove the arguments of `previous`, in place, if `spec` names a different class.
 
-    jsonargparse alone would keep the arguments that the new class has too. For example, it would
+    jsonargparse alone would keep each argument that the new class also has. For example, it would
     pass the time grid of the earlier solver to the new solver. Two paths of the same class count as
     the same class. The arguments also stay if the earlier class is an nn.Module and `spec` names a
     subclass of it, such as `MeanFlow` after `DiffusionModule`.
@@ -22,9 +22,9 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
         spec: class path and arguments in the later config or option.
 
     Returns:
-        A message with the removed arguments that matter, or None. A removed argument matters if the
-        new class has it, if the removed value differs from the default of the new class, and if
-        `spec` does not set it.
+        A message that lists removed arguments; None if there is nothing to list. An argument is
+        listed if the new class also has it, if its removed value differs from the default of the
+        new class, and if `spec` does not set it.
     """
     if not previous or not previous.get("class_path") or "init_args" not in previous:
         return None

@@ -153,7 +153,7 @@ _WORKER_ERROR = re.compile(
 def is_user_error(
     error: BaseException, packages: Sequence[str] = ("lit_diffusion", "lightning")
 ) -> bool:
-    """Whether the user can correct the cause of an error, so that it is probably not a bug.
+    """Whether the user can correct the cause of an error; otherwise, the error may be a bug.
 
     This is the case for three kinds of errors:
 

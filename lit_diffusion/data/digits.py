@@ -144,8 +144,8 @@ def measure_ink_and_slant(images: Tensor) -> tuple[Tensor, Tensor]:
 
     Let w be the pixel values, and let r and c be the row and column of a pixel relative to the
     center of the ink (the mean position weighted by w). Ink is `mean(w)`. Slant is
-    `-sum(w * r * c) / sum(w * r**2)`, the number of pixels that a stroke moves to the right per
-    pixel upwards.
+    `-sum(w * r * c) / sum(w * r**2)`, the number of pixels by which a stroke moves to the right for
+    each pixel upwards.
 
     Args:
         images: (N, 1, H, W) uint8.

@@ -99,8 +99,8 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
     """Generate images from the same seeds with a pipeline and its module, and compare them.
 
     The pipeline and the module start from the same noise, take the same number of steps, and use
-    the classes that `generate` uses for the seeds. The pipeline uses no guidance. If the images are
-    latents, they are not decoded for the comparison.
+    the class labels that `generate` assigns to the seeds. The pipeline uses no guidance. If the
+    images are latents, they are not decoded for the comparison.
 
     Args:
         folder: folder of the pipeline, which `write_diffusers` has written from the module.

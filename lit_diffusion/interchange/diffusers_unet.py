@@ -2,8 +2,8 @@
 
 The architectures are equal under these conditions:
 
-- All attention heads have the same size, because `head_channels` is set, or because `num_heads` is
-  set and attention is used at a single width.
+- All attention heads have the same size: either `head_channels` is set, or all layers with
+  attention have the same number of channels.
 - The first entry of `channel_mult` is 1.
 - The condition of the network is a class label, or there is no condition.
 

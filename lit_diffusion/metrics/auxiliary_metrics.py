@@ -41,7 +41,7 @@ FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorize
 
 @dataclass(frozen=True)
 class FeatureComparison:
-    """Feature extractor and reference statistics with which a Frechet distance scores samples.
+    """Frechet distance to be measured: its feature extractor and the statistics of real images.
 
     Attributes:
         name: name of the metric; "" for the FID itself.
@@ -64,12 +64,13 @@ class AuxiliaryMetrics:
 
     Attributes:
         comparisons: Frechet distances to measure. The first is the FID.
-        memorization: pair of the training images' features (N, F) and the median distance from a
+        memorization: the features (N, F) of the training images, and the median distance from a
             held-out image to its nearest training image. A sample counts as memorized if its
-            distance to the nearest training image is at most this median. All copies of training
-            images count as memorized. If samples are as far from the training images as held-out
-            images are, about half of them count, too. None on all processes except the first, and
-            for data that lack a training or a validation split.
+            distance to the nearest training image is at most this median. Therefore, all copies of
+            training images count as memorized. Samples that are as far from the training images as
+            held-out images are count as memorized in about half of the cases. `memorization` is
+            None on all processes except the first, and for data that lack a training or a
+            validation split.
         num_samples: number of samples in an evaluation.
     """
 
@@ -158,7 +159,7 @@ def build_auxiliary_metrics(
     and the held-out images `others`. All processes must call this function.
 
     Args:
-        fid: the comparison that computes the FID.
+        fid: feature extractor of the FID, and statistics of `real`.
         real: reference images of the FID.
         others: real images that are not in `real`, or None.
         num_samples: number of samples that will be scored.

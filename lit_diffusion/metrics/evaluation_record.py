@@ -110,10 +110,10 @@ def finite_or_none(value: float) -> float | None:
 def write_evaluation(path: Path, record: FIDRecord) -> None:
     """Write a record to evaluations.jsonl, and replace older records of the same measurement.
 
-    Two records belong to the same measurement if their steps and all settings are equal. For
-    example, a run that resumes from an earlier step repeats measurements. The number of training
-    images, `record.images`, is None in evaluations outside a fit. The new line then takes this
-    number from the line that it replaces.
+    Two records belong to the same measurement if their steps and all settings are equal, for
+    example because a run resumed from an earlier step and repeated an evaluation. An evaluation
+    outside a fit does not know the number of training images, so `record.images` is None. The new
+    line then takes this number from the line that it replaces.
 
     Args:
         path: the file, which is created if it does not exist.

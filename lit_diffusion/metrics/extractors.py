@@ -1,4 +1,4 @@
-"""FID protocols: which feature extractor an FID uses, with which weights and which resizing.
+"""FID protocols, which fix the feature extractor of an FID, its weights and the image resizing.
 
 Two FIDs are comparable only if they were computed with the same FID protocol, and with the same
 numbers of generated and of real images.
@@ -312,7 +312,7 @@ class TrainedCNN(_SmallCNN):
 
 @dataclass(frozen=True)
 class Pixels:
-    """FID protocol without a network: the features are the pixels of the image, averaged to 8x8.
+    """FID protocol without a network: the features are pixels, averaged to an 8x8 grid.
 
     The features lie in [-1, 1].
 

@@ -66,9 +66,9 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
 def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     """Convert the images of a batch to uint8 (N, C, H, W).
 
-    The function permutes channels-last images (N, H, W, C). It converts floating-point images only
-    if their values show whether the range is [0, 1] or [-1, 1]: all values must be multiples of
-    1/255 in [0, 1], or these 256 levels scaled to [-1, 1].
+    Channels-last images (N, H, W, C) are permuted. The values of floating-point images must be
+    multiples of 1/255 in [0, 1], or these 256 levels scaled to [-1, 1]. If the values fit neither
+    range or both, the function raises an error, because it cannot tell which value is black.
 
     Args:
         batch: batch of any data loader.

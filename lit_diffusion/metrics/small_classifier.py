@@ -201,8 +201,9 @@ def _jittered_batches(
 def stage_widths(side: int) -> tuple[int, ...]:
     """Choose the widths of the stages of a `SmallClassifier` for images of `side` x `side` pixels.
 
-    The poolings between the stages reduce the side of the feature map to 4 to 7 pixels. Images with
-    a side of 4 to 15 pixels are an exception: two poolings reduce their side to 1 to 3 pixels.
+    The poolings between the stages halve the side of the feature map until it is between 4 and 7
+    pixels. However, there are at least two poolings, which reduce the side of images of 4 to 15
+    pixels to between 1 and 3 pixels.
 
     Example:
         >>> stage_widths(8), stage_widths(64)

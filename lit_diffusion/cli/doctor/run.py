@@ -223,9 +223,9 @@ class FitMeasured(Exception):
 class Stopwatch(Callback):
     """Times the first optimizer steps of a fit, and ends it by raising `FitMeasured`.
 
-    The fit ends after 30 steps, or `seconds` seconds after its first step. (The first step does not
-    count, because it may compile the network.) The fit also ends when a validation starts. If
-    `makes_steps` is False, the fit ends before its first step.
+    The fit ends after 30 steps, or when `seconds` seconds have passed since the end of the first
+    step. The time limit excludes the first step, because this step may compile the network. The fit
+    also ends when a validation starts. If `makes_steps` is False, it ends before the first step.
     """
 
     def __init__(self, seconds: float, makes_steps: bool) -> None:
