@@ -31,10 +31,11 @@ UNIFORM = 0.5413248546129181  # softplus of this is 1, and Beta(1, 1) is uniform
 
 
 def beta_log_density(parameters: Tensor, num_bins: int) -> Tensor:
-    """Compute the log-probabilities of equal bins of u, in proportion to a Beta density.
+    """Compute the log-probabilities of equal bins of u under a Beta density.
 
     Args:
-        parameters: (2,) float64. The Beta density has the shapes `a, b = softplus(parameters)`.
+        parameters: (2,) float64. The Beta density has the shape parameters
+            `a, b = softplus(parameters)`.
         num_bins: number of bins.
 
     Returns:
@@ -55,11 +56,13 @@ def beta_log_density(parameters: Tensor, num_bins: int) -> Tensor:
 def select_bins(reductions: Tensor, num: int) -> Tensor:
     """Select the bins whose reductions predict the sum over all bins best.
 
-    The criterion is the F-statistic of a linear regression with one variable, which orders bins as
-    their squared correlation with the sum.
+    The criterion is the F-statistic of a linear regression of the sum on the reduction of one bin.
+    The larger the squared correlation between the two, the larger is the F-statistic. The function
+    therefore compares the squared correlations.
 
     Args:
-        reductions: (n, num_bins) float64, one row for each update, n >= 2.
+        reductions: (n, num_bins) float64: how much each of n >= 2 updates reduced the term of each
+            bin.
         num: number of bins to select.
 
     Returns:
@@ -79,26 +82,27 @@ def select_bins(reductions: Tensor, num: int) -> Tensor:
 
 
 class AdaptiveTimesteps(TimestepWriter):
-    """Samples noise levels from a Beta density that learns which levels lower the objective most.
+    """Samples noise levels from a Beta density, and learns which levels lower the objective most.
 
     The objective is the variational bound on the likelihood, a sum of one term for each bin of
-    noise levels. Every `every_n_steps` optimizer steps, the callback measures how much an update
-    reduces the terms of some bins for each image of the batch. This reduction is the reward of the
-    noise level at which the image was trained, and the parameters of the Beta density follow the
-    policy gradient (REINFORCE) of the rewards. An entropy term holds the density back from
-    concentrating.
+    noise levels. Every `every_n_steps` optimizer steps, the callback measures, for each image of
+    the batch, how much an update reduces the sum of `num_selected` terms. This reduction is the
+    reward of the noise level at which the image was trained. The callback updates the parameters of
+    the Beta density with the policy gradient (REINFORCE) of the rewards. An entropy term keeps the
+    density from concentrating on a few noise levels.
 
-    The bins are those whose reductions predicted the reduction of the whole objective best in the
-    last `queue_size` measurements. For these, the first image of the batch is measured at all bins,
-    before and after the update. A measurement costs `2 * num_selected` forward passes of a batch,
-    and `2 * num_bins` of an image, without gradients, in eval mode and with the same noise before
-    and after the update. If gradients are accumulated, the last batch of the update is measured.
-    Training is otherwise unaffected: the states of the random generators are restored.
+    The selected terms are the terms whose reductions predicted the reduction of the whole objective
+    best in the last `queue_size` measurements. For this selection, each measurement computes all
+    terms for the first image of the batch. A measurement costs `2 * num_selected` forward passes of
+    the batch and `2 * num_bins` forward passes of one image, without gradients and in eval mode.
+    The noise is the same before and after the update. If gradients are accumulated, only the last
+    batch of the update is measured. Training is otherwise unaffected, because the states of the
+    random generators are restored.
 
     The losses have no importance weights, so the training objective changes. All ranks share their
     rewards and use the same density. Checkpoints contain the state, so a resumed run continues
-    exactly. If another callback saves checkpoints in `on_train_batch_end`, list it after this
-    callback. The callback logs `adaptive_timesteps/mean`, the mean noise level u, and
+    exactly. If another callback saves checkpoints in `on_train_batch_end`, list that callback after
+    this callback. AdaptiveTimesteps logs `adaptive_timesteps/mean`, the mean noise level u, and
     `adaptive_timesteps/tv`, the total variation between the density and the uniform density.
 
     The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. It
@@ -107,23 +111,26 @@ class AdaptiveTimesteps(TimestepWriter):
     Args:
         num_bins: number of equal bins over u in [0, 1].
         every_n_steps: optimizer steps between measurements.
-        num_selected: number of bins in the reward.
-        queue_size: number of measurements from which the bins are selected.
+        num_selected: number of bins whose terms are in the reward.
+        queue_size: number of recent measurements from which these bins are selected.
         lr: learning rate of Adam for the two parameters of the density. A measurement changes them
             by about `lr`, so the density moves little in fewer than `every_n_steps / lr` steps.
-        entropy_weight: factor on the entropy of the density, beside rewards with an RMS of 1.
+        entropy_weight: factor on the entropy of the density. The entropy is added to the mean of
+            `reward * log_density`, with rewards that are scaled to an RMS of 1.
 
     Raises:
-        ValueError: if an argument is invalid; at fit start, if the module has another loss or no
-            attribute `timestep_density`, or if the checkpoint has other numbers.
+        ValueError: if an argument is invalid. At fit start, the error is also raised if the module
+            is `MeanFlow`, if its loss is not a `DenoisingLoss`, if it has no attribute
+            `timestep_density`, or if the checkpoint has a different num_bins or num_selected.
         TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Source: Kim et al. 2025 (Adaptive Non-uniform Timestep Sampling, arXiv 2411.09998), algorithms 1
-    and 2. The defaults, other than num_bins, are from the authors' code for CIFAR-10. The authors'
-    density is the output of a network that sees the image; here, all images share one density. The
-    authors use rewards as they are; here, they are divided by their RMS, so that the entropy weight
-    does not depend on the scale of the objective. The first bins, the shared noise and starting
-    from the uniform density are ours as well.
+    and 2. The defaults except num_bins are from the authors' code for CIFAR-10. The authors'
+    density is the output of a network that sees the image. Here, all images share one density. The
+    authors do not scale the rewards. Here, rewards are divided by their RMS, so that the effect of
+    `entropy_weight` does not depend on the scale of the objective. Three more choices are ours: the
+    bins that are selected first, the equal noise before and after the update, and the uniform
+    density at the start.
 
     Example:
         >>> AdaptiveTimesteps(num_bins=4).density_at().tolist()
@@ -249,7 +256,7 @@ class AdaptiveTimesteps(TimestepWriter):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with the uniform density, unless there is an earlier one to continue.
 
-        A density is continued if it comes from the checkpoint, or from the last fit of the same
+        The callback continues a density from the checkpoint, or from the last fit of the same
         module.
         """
         super().on_fit_start(trainer, pl_module)

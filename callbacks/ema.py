@@ -262,7 +262,7 @@ class EMA(pl.Callback):
       skips count as steps.
     - Validation, test and predict use the averages with the first decay, and swap the raw weights
       back in at the end. Inside the context `weights(name)`, they use the weights called `name`
-      instead. Before the first update of the averages, all of them use the raw weights.
+      instead. Before the first update of the averages, the raw weights are used everywhere.
     - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in.
       Every checkpoint therefore contains the raw weights. To read the averages while they are
       swapped in, read the module's parameters. Checkpoints also contain all averages, in

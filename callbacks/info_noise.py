@@ -37,10 +37,10 @@ class NoiseLevels(NamedTuple):
 
 
 def noise_levels(module: Any, num_bins: int) -> NoiseLevels:
-    """Compute the noise levels of equal bins of u, for the times and the process of a module.
+    """Compute the noise levels in equal bins of u, from the process and the times of a module.
 
     Args:
-        module: `DiffusionModule`, or a module with its attributes `process` and `times`.
+        module: `DiffusionModule`, or another module with the attributes `process` and `times`.
         num_bins: number of bins.
 
     Example:
@@ -61,18 +61,19 @@ def noise_levels(module: Any, num_bins: int) -> NoiseLevels:
 
 
 def information_weight(levels: NoiseLevels) -> Tensor:
-    """Compute the factor by which the error of the velocity becomes information about x0.
+    """Compute the factors that convert squared errors of the velocity to information about x0.
 
-    The information that x_t has about x0 changes over a part by the factor times the squared error
-    of the velocity, `1 + SNR` times the error of x0, of the best network. With the errors of
-    another network, the products are the terms of the variational bound on the likelihood.
+    For the best possible network, the factor times the squared error of the velocity is the change,
+    over a part of a bin, of the information that x_t has about x0. For any other network, this
+    product is the term of this part in the variational bound on the likelihood. The squared error
+    of the velocity is `1 + SNR` times the squared error of x0.
 
     Args:
         levels: noise levels of the bins.
 
     Returns:
-        (num_bins, PARTS) float64, in nats for each number of x0: half of the change of the SNR over
-        a part, divided by `1 + SNR`.
+        (num_bins, PARTS) float64, in nats per dimension of x0: half of the change of the SNR over a
+        part, divided by `1 + SNR`.
 
     Source: Guo et al. 2005 (I-MMSE, arXiv cs/0412108), Eq. 2 (theorem 1); Kingma et al. 2021 (VDM,
     arXiv 2107.00630) for the variational bound.
@@ -101,8 +102,9 @@ def x0_weight(module: Any, alpha: Tensor, sigma: Tensor, step: int | None) -> Te
 def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> Tensor:
     """Compute the squared errors of the velocity from losses.
 
-    They are `1 + SNR` times the errors of x0, or the sum of the errors of x0 and of the noise. They
-    change slowly with the noise level, and are therefore averaged over bins.
+    The squared error of the velocity is `1 + SNR` times the squared error of x0. This product
+    equals the sum of the squared errors of x0 and of the noise. Callbacks average the error of the
+    velocity over bins, because it changes slowly with the noise level.
 
     Args:
         module: `DiffusionModule` with a `DenoisingLoss`.
@@ -127,19 +129,21 @@ class InfoNoise(LossBasedDensity):
         gate    = r**3 / (r**3 + gate_sigma**3)        with r = sigma / alpha
         density = profile / (weight of the loss on the squared error of x0)
 
-    The gate suppresses low noise levels. There, the derivative of the SNR is large, and the errors
-    of an unfinished network are far above the best possible ones. The share of a noise level in the
-    training objective is `density * weight`. After the division by the weight, this share follows
-    the profile. The losses have no importance weights, so the training objective changes.
+    Without the gate, the profile would be too large at low noise levels, where the derivative of
+    the SNR is large, and where the errors of an unfinished network are far above the lowest
+    possible errors. The share of a noise level in the training objective is `density * weight`.
+    Because of the division by the weight, this share follows the profile. The losses have no
+    importance weights, so the training objective changes.
 
     Noise levels are sampled uniformly until each bin has `history` losses. The callback logs
     `info_noise/full`, the fraction of bins with `history` losses, and `info_noise/tv`, the total
     variation between the density and the uniform density.
 
-    The density prefers high noise levels if the weight on x0 falls to 0 with the SNR. This is the
-    case for `Epsilon` with `Simple`, and for `MinSNR`. It is not the case for `Velocity` or
-    `FlowVelocity` with `Simple`, or for `EDMPreconditioning`. Noise levels `sigma / alpha` outside
-    [0.002, 80], the range of EDM, are sampled only by the uniform part of the density.
+    The division by the weight makes the density prefer high noise levels if the weight falls to 0
+    as the SNR falls to 0. The weight does so for `Epsilon` with `Simple`, and for `MinSNR`. It does
+    not for `Velocity` with `Simple`, `FlowVelocity` with `Simple`, or `EDMPreconditioning`. Noise
+    levels `sigma / alpha` outside [0.002, 80], the range of EDM, are sampled only by the uniform
+    part of the density.
 
     The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. It
     cannot be `MeanFlow`, whose losses are normalized and depend on two times. See
@@ -150,19 +154,21 @@ class InfoNoise(LossBasedDensity):
             sooner.
         history: number of recent losses stored for each bin.
         uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
-        gate_sigma: noise level `sigma / alpha` at which the gate is 1/2, >= 0. 0 disables the gate.
-            About 0.15 is reported for CIFAR-10. It is in units of x0, so latents or pixels of
-            another scale need another value.
+        gate_sigma: noise level `sigma / alpha` at which the gate is 1/2, >= 0, in units of x0. With
+            0, there is no gate. The paper reports about 0.15 for CIFAR-10. Latents, or pixels that
+            are scaled differently, need a different value.
 
     Raises:
-        ValueError: if an argument is invalid; at fit start, if the module is `MeanFlow` or
-            has another loss, or if the weight of the loss is 0 in a bin.
+        ValueError: if an argument is invalid. At fit start, the error is also raised if the module
+            is `MeanFlow`, if its loss is not a `DenoisingLoss`, or if the weight of the loss is 0
+            in a bin.
 
     Source: Raya et al. 2026 (InfoNoise, arXiv 2602.18647), section 3.1. The profile, the gate and
-    the division by the weight are the authors'. We do not know their bins, smoothing, warm-up and
-    time between updates: means over a history, updated in every batch, and the uniform part are
-    ours. The authors also have a rule that computes `gate_sigma` from the profile. Its result
-    depends on the lowest noise level of the bins, so we use a number.
+    the division by the weight are from this paper. We do not know the bins, the smoothing, the
+    warm-up and the time between updates that the authors use. Therefore, the mean over a history,
+    the update in every batch, and the uniform part of the density are our choices. The authors also
+    have a rule that computes `gate_sigma` from the profile. The result of this rule depends on the
+    lowest noise level of the bins, so here `gate_sigma` is an argument.
 
     Example:
         >>> InfoNoise(num_bins=32).writes

@@ -179,7 +179,7 @@ class LossBasedDensity(TimestepWriter):
 
         Args:
             history: the recorded losses.
-            masses: (num_bins,) float64, not negative.
+            masses: (num_bins,) float64 numbers >= 0, proportional to the probabilities of the bins.
 
         Returns:
             (num_bins,) float64 probabilities. If a bin does not have a full history yet, or if all
@@ -223,7 +223,7 @@ class LossBasedDensity(TimestepWriter):
         self._state, self._is_loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget that a checkpoint was loaded. Lightning loads a new checkpoint after this hook."""
+        """Forget an earlier checkpoint. After this hook, Lightning may load a new checkpoint."""
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

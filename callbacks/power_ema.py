@@ -1,4 +1,4 @@
-"""Power-function EMA of weights (EDM2), and snapshots for reconstructing EMAs of other widths."""
+"""Average weights with EDM2's power-function EMA, and save snapshots for EMAs of other widths."""
 
 import shutil
 from math import prod
@@ -25,11 +25,12 @@ class PowerEMA(EMA):
     """EMA whose decay grows with the step, so that it averages over a fixed fraction of the run.
 
     At step n, each average becomes `d * average + (1 - d) * weight`, with
-    `d = (1 - 1 / n) ** (gamma + 1)`. Steps are counted from 1, when averaging starts. The exponent
-    gamma is computed from the relative width of the average. To define this width, the shares of
-    the steps in the average are regarded as probabilities of the steps. The relative width is the
-    standard deviation of the step, divided by the number of steps so far. Usual widths are 0.05 and
-    0.10. `weights(name)` accepts the names "power_<width>", and "ema" for the first width.
+    `d = (1 - 1 / n)**(gamma + 1)`. Steps are counted from 1, when averaging starts. The exponent
+    gamma is computed from the relative width of the average. To define this width, the share of
+    each step in the average is regarded as the probability of the step. The relative width is the
+    standard deviation of the step under these probabilities, divided by the number of steps so far.
+    Usual widths are 0.05 and 0.10. `weights(name)` accepts the names "power_<width>", and "ema" for
+    the first width.
 
     If a run averages with two widths and saves snapshots, you can reconstruct averages with other
     widths from a checkpoint and the snapshots of earlier steps. To do so, call
@@ -40,14 +41,14 @@ class PowerEMA(EMA):
     a relative L2 error above 0.1.
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
-    use the first average, while `state_dict()` and checkpoints have the raw weights. A resumed run
-    deletes the snapshots of steps after the checkpoint, and raises an error if you add a width. A
-    checkpoint stores the SHA-256 hashes of its snapshots, and reading a snapshot with a different
-    hash raises an error.
+    use the average with the first width, while `LightningModule.state_dict()` returns the raw
+    weights. A resumed run deletes the snapshots of steps after the checkpoint. It raises an error
+    if `widths` contains a width that the checkpoint does not have. A checkpoint stores the SHA-256
+    hashes of its snapshots, and reading a snapshot with a different hash raises an error.
 
     The averages are stored in float32, and their rounding errors grow with the number of steps. For
-    example, if the weights move by 10% in a run of 400,000 steps, the rounding errors are 0.3% of
-    the difference between the averages with widths 0.05 and 0.10. If the weights move less, the
+    example, if the weights change by 10% in a run of 400,000 steps, the rounding errors are 0.3% of
+    the difference between the averages with widths 0.05 and 0.10. If the weights change less, the
     rounding errors are a larger fraction of this difference.
 
     Args:

@@ -196,8 +196,8 @@ class _MaxReducer:
     def reduce_async(self, number: int) -> int:
         """Start to compute the maximum of `number` over ranks. Return the previous call's maximum.
 
-        This call does not wait for its own maximum, so the ranks can train in the meantime. The
-        next call returns it. If there is only one rank, return `number`.
+        This call does not wait for the maximum of `number`, so the ranks can train in the meantime.
+        The next call returns this maximum. If there is only one rank, the call returns `number`.
         """
         if self._group is None:
             return number
@@ -208,7 +208,10 @@ class _MaxReducer:
         return maximum
 
     def reduce(self, number: int) -> int:
-        """Wait for the other ranks. Return the maximum over all ranks and the last two calls."""
+        """Return the maximum, over all ranks, of `number` and the number in the previous call.
+
+        This call waits for the other ranks. If there is only one rank, it returns `number`.
+        """
         return max(self.reduce_async(number), self._wait()) if self._group else number
 
     def close(self) -> None:

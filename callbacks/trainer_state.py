@@ -741,8 +741,8 @@ class TimestepWriter(pl.Callback, ABC):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Reset the module's attributes to None, if this callback has set them.
 
-        This method runs after each batch. It also runs at the end of a fit and after an exception,
-        because Lightning does not call `on_train_batch_end` after every batch.
+        This method is also the hook `on_train_batch_end`. Lightning does not call that hook after
+        every batch, so the method also runs at the end of a fit and after an exception.
         """
         for attribute, value in self._written._asdict().items():
             if value is not None and getattr(pl_module, attribute) is value:

@@ -63,7 +63,7 @@ def power_decay(gamma: float, step: int) -> float:
 def coefficients(
     steps: Sequence[float], gammas: Sequence[float], step: float, gamma: float
 ) -> tuple[Tensor, float]:
-    """Compute factors for saved averages, whose sum approximates an average with a new profile.
+    """Compute the factors of a linear combination of snapshots that approximates a new average.
 
     A snapshot is a saved average of the weights. Let `p_i` be the profile of snapshot i and `p` the
     target profile, both as functions of the optimizer step. The factors `x_i` minimize the L2 norm
@@ -77,9 +77,9 @@ def coefficients(
 
     Returns:
         A pair: the N factors as a float64 tensor, and the relative error
-        `|sum_i x_i * p_i - p| / |p|`. The error is 0 if `p` is one of the `p_i`. For example, if
-        the only snapshot was saved at the step of the target and its relative width is an eighth
-        above or below the target's, the error is about 0.1.
+        `|sum_i x_i * p_i - p| / |p|`. The error is 0 if `p` is one of the `p_i`. For example, the
+        error is about 0.1 with a single snapshot from the step of the target average, if the
+        relative width of the snapshot is 12.5% above or below the relative width of the target.
 
     Raises:
         ValueError: if there are no snapshots, or if `step` is after the last snapshot.

@@ -280,8 +280,8 @@ class ContrastCorrection:
     targets of all classes in this file are.
 
     Conversely, the weight `-w / (1 - w)` adds the bias of `ContrastiveFlow(w)` to a model that was
-    trained without the contrastive term. Such a model is a control experiment: it shows how much of
-    the effect of `ContrastiveFlow` is the bias of its samples.
+    trained without the contrastive term. Sampling with this weight is a control experiment, which
+    shows how much of the effect of `ContrastiveFlow` is due to the bias.
 
     Args:
         base: the parameterization with which the network was trained.

@@ -353,8 +353,8 @@ class LinearFlow:
     """Linear path of flow matching: `alpha = 1 - t` and `sigma = t`, for t in [0, 1].
 
     This path is also called rectified flow. The usual parameterization is `FlowVelocity`. The
-    network gets `label_scale * t` as its noise label. At time 1, x_t is pure noise, and the SNR is
-    0. Every solver works with its default grid. If you set a different grid for `Heun`,
+    network gets `label_scale * t` as its noise label. At time 1, x_t is pure noise and has an SNR
+    of 0, but every solver works with its default grid. If you set a different grid for `Heun`,
     `DPMSolverPP2S` or `UniPC`, the grid must start at an SNR above 0, because these solvers divide
     by alpha. `LogSNR(noisiest=-10)` is such a grid.
 
