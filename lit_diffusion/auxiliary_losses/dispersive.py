@@ -19,15 +19,15 @@ class Dispersive:
 
     The division by D makes the temperature independent of the size of the block. The paper has a
     temperature, for which it reports 0.5, and does not divide by D. The authors' code divides by D
-    and has no temperature. The default, temperature 1, is that of the code. The loss is computed in
-    float32, also under autocast.
+    and has no temperature. With the default, temperature 1, the loss equals the loss in the
+    authors' code. The loss is computed in float32, also under autocast.
 
     Args:
         block: name of the block in the network, such as "blocks.3". The authors use a block at a
             quarter of the depth.
         weight: factor on the loss. The authors use 0.5.
         temperature: scale of `||z_i - z_j||**2 / D`. Pairs for which this distance is much larger
-            than the temperature contribute nothing.
+            than the temperature contribute almost nothing to the loss.
 
     Raises:
         ValueError: unless weight and temperature are above 0.

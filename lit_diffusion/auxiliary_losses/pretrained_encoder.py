@@ -39,13 +39,13 @@ class PretrainedEncoder(nn.Module):
             preprocessor_config.json.
         width: number of features of the encoder's tokens. DINOv2-B has 768.
         image_size: height and width to which images are resized, a multiple of the encoder's patch
-            size. For images of 256x256 pixels, REPA uses 224, so that the patches of DINOv2 form
-            a 16x16 grid, as the patches of a DiT on latents with patch_size=2 do.
+            size. For images of 256x256 pixels, REPA uses 224. The patches of DINOv2 then form a
+            16x16 grid, like the patches of a DiT with patch_size=2 on the latents.
 
     Raises:
-        ValueError: if a number is not positive. In the first training step, also if width, image
-            size or data do not fit the encoder, or if a resumed run used different weights of the
-            encoder before.
+        ValueError: if a numeric argument is not positive. In the first training step, also if
+            width, image size or data do not fit the encoder, or if the weights of the encoder have
+            changed since the run that is resumed.
         FileNotFoundError: in the first training step, if a file is missing.
         ModuleNotFoundError: in the first training step, if transformers is not installed.
 

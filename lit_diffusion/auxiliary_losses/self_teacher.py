@@ -26,11 +26,11 @@ class SelfTeacher(nn.Module):
 
     The teacher is a copy of the network. Its weights are an exponential moving average of the
     network's weights. Teacher and network get each image with the same noise and the same
-    condition, but the teacher at a lower noise level. The time of the network is the quantile of
-    `module.times` at u. The time of the teacher is the quantile at `max(u - k, 0)`, with k uniform
-    in [0, max_interval) for each image. If times are uniform, k is a difference of times, divided
-    by their range, as in the paper. For other distributions, k is a difference of quantile levels,
-    which is our choice.
+    condition, but the noise level of the teacher is lower. The time of the network is the quantile
+    of `module.times` at u. The time of the teacher is the quantile at `max(u - k, 0)`, with k
+    uniform in [0, max_interval) for each image. If times are uniform, k is a difference of times,
+    divided by their range, as in the paper. For other distributions, k is a difference of quantile
+    levels, which is our choice.
 
     The averaged weights are part of the state_dict, which makes a checkpoint larger by the size of
     the network. They are updated once after each optimizer step, whatever the number of accumulated
@@ -95,7 +95,7 @@ class SelfTeacher(nn.Module):
 
     @torch.no_grad()
     def features(self, module: Any, batch: NoisedBatch) -> Tensor:
-        """Return the features (B, h, w, D). After an optimizer step, first update the average."""
+        """Return features (B, h, w, D). The first call after each step updates the average."""
         self._average(module.network, module.global_step)
         interval = self.max_interval * torch.rand_like(batch.u)
         t = module.times.quantile((batch.u - interval).clamp(min=0), module.process)

@@ -233,7 +233,7 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
-    """Context that raises an error if a module gets far more parameters than a state_dict has.
+    """Context manager that raises if a module gets far more parameters than a state_dict has.
 
     A checkpoint describes its network, and a malicious description could need more memory than the
     machine has. The context counts parameters when a module registers them.

@@ -27,8 +27,8 @@ class ShiftingGaussian(TimestepWriter):
         std: standard deviation of u. The paper does not give a value.
         num_bins: number of equal bins over [0, 1] in which the density is represented.
 
-    Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023). It
-    describes this curriculum in words, without a formula.
+    Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023). The
+    paper describes this curriculum in words, without a formula.
 
     Example:
         >>> shifting = ShiftingGaussian(num_steps=100, num_bins=8)

@@ -107,9 +107,9 @@ def run_compiled_loss(
 ) -> Tensor:
     """Call `loss.per_sample` in training, compiled if the loss learns the variance.
 
-    Without compilation, a loss that learns the variance launches more than 100 kernels. Torch
-    compiles a graph for each batch size. The arguments after `loss` are the same as in
-    `protocols.Loss.per_sample`.
+    Compilation helps because a loss that learns the variance otherwise launches more than 100
+    kernels. Torch compiles a graph for each batch size. The arguments after `loss` are the same as
+    in `protocols.Loss.per_sample`.
     """
     inputs = (loss, weighted_error, prediction, process, parameterization)
     if loss.output_factor == 1:

@@ -521,7 +521,7 @@ class DiffusionModule(LightningModule):
         """Generate images uint8 (N, C, H, W) that equal given images where a mask is 1.
 
         The method samples with `solvers.editing.RePaint` instead of the module's solver. RePaint
-        takes over `steps`, `times` and, if the module's solver has it, `variance`.
+        uses `steps` and `times` of the module's solver, and its `variance` if it has one.
 
         Args:
             images: uint8 (N, C, H, W) images to preserve in part.

@@ -36,21 +36,22 @@ class MeanFlow(DiffusionModule):
 
     where D is the number of values of x0, and the denominator has no gradient. It equals the
     paper's loss times `D**(power - 1)`. With power = 1, train/loss is always close to 1. Watch the
-    FID and val/loss instead. val/loss is the loss of flow matching, with r = t and power = 0.
+    FID and val/loss instead. The metric val/loss is the flow-matching loss, with r = t and
+    power = 0.
 
     Training draws two times of each image from `times`. The larger one is t, and the smaller one is
-    r. A fraction `equal_times` of the images has r = t instead. Only the other images need the
+    r. A fraction `equal_times` of the images has r = t instead. Only images with r < t need the
     Jacobian-vector product.
 
-    With `DDIM` and `Euler` with eta = 0, each step of `generate` uses the average velocity of the
-    step. Other solvers, likelihoods and inversion use the velocity v.
+    If eta is 0, `DDIM` and `Euler` use the average velocity of each step in `generate`. Other
+    solvers, likelihoods and inversion use the velocity v.
 
     Args:
         *args: arguments of `DiffusionModule`. The network must take two times, as `UNet` and `DiT`
             do with `two_times=True`. Its noise labels are (B, 2): labels of t and of t - r. The
             process must be `LinearFlow`, the parameterization `FlowVelocity`, and the loss
-            `DenoisingLoss`. There can be no `auxiliary_loss`, because its time t would be another
-            one than that of the network, which is the later of two times.
+            `DenoisingLoss`. An `auxiliary_loss` raises an error, because it would get the time
+            that is drawn first, whereas the network gets the later of two times.
         equal_times: fraction of the images with r = t. The authors use 0.75.
         power: exponent of the adaptive weight. The authors use 1. With 0, the loss is the squared
             error. Use 0 for data of a few dimensions, where the network would otherwise learn a
@@ -152,8 +153,8 @@ class MeanFlow(DiffusionModule):
             t: (B,) float64 times.
             noise: (B, C, H, W) standard normal noise.
             step: number of completed optimizer steps. In training, the method draws a second time
-                of each image, and may exchange it with t. If None, the loss is that of flow
-                matching at t, and depends only on the arguments and the weights.
+                of each image, and uses the larger of the two times as t. If None, the loss is that
+                of flow matching at t, and depends only on the arguments and the weights.
         """
         if step is None:
             return super().per_sample_loss(x0, condition, t, noise)

@@ -246,7 +246,7 @@ class LabelEmbedding(nn.Module):
     """Embedding of labels: a learned vector for each class, and one for no class.
 
     Every negative label means no class. The module does not check the range of labels, because a
-    check would synchronize with the GPU. Labels of `num_classes` or more fail in torch's embedding
+    check would synchronize with the GPU. Labels >= `num_classes` fail in torch's embedding
     lookup, with an IndexError on the CPU. With `null_class=False`, there is no null embedding, and
     negative labels fail in the same way.
     """
@@ -339,7 +339,7 @@ class WordEmbedding(nn.Module):
     The positions are sinusoids, so the network can distinguish "dark on bright" from "bright on
     dark". Sinusoids work for texts of any length and have no parameters.
 
-    Every negative id means no word. Ids of `num_words` or more fail in torch's embedding lookup,
+    Every negative id means no word. Ids >= `num_words` fail in torch's embedding lookup,
     with an IndexError on the CPU.
     """
 

@@ -11,7 +11,7 @@ contiguous format. There are two implementations:
   pass. Networks compiled with `torch.compile` use these kernels too.
 - In all other cases, `separate_group_norm_silu` calls torch's operations, which `torch.compile` can
   fuse. These cases include the CPU, float64, forward-mode differentiation, second derivatives, and
-  GPUs without Triton or bfloat16.
+  GPUs without Triton or without support of bfloat16.
 """
 
 from functools import cache

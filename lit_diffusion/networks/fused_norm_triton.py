@@ -47,8 +47,8 @@ class GroupNormSiLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients with respect to tensors, and None for the other arguments.
 
-        The tensors are x, weight, bias, scale, shift and offset. The other arguments are
-        num_groups, eps and silu.
+        The tensors that `forward` takes are x, weight, bias, scale, shift and offset. The other
+        arguments of `forward` are num_groups, eps and silu.
         """
         *inputs, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True

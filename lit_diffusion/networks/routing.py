@@ -25,7 +25,7 @@ class TokenRouting:
 
     Args:
         fraction: share of the tokens of an image that is routed, in [0, 1). It is rounded to a
-            whole number of tokens, which must not be all. The authors use 0.5.
+            whole number, which must be less than the number of tokens. The authors use 0.5.
         start: index of the first block that routed tokens skip. The authors use about 2.
         end: index of the block that gets all tokens again, below the depth of the network. The
             authors use about the depth minus 4.
@@ -75,8 +75,8 @@ class Route:
 
     Args:
         routing: which tokens skip which blocks. None routes no token.
-        num_patches: number N of tokens that are patches. They come first. After them come E other
-            tokens, which are not routed.
+        num_patches: number N of patch tokens, which come first in the sequence. The E tokens after
+            the patch tokens are not routed.
 
     Attributes:
         kept: (B, K) int64 patches that are not routed, in ascending order. None outside the blocks

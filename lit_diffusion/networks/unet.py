@@ -126,8 +126,8 @@ def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Compute `conv(x)`. On CUDA, leave out the bias of a `Conv3x3`, and return it separately.
 
     If the bias is left out, the next group norm adds it while reading the images. The group norm
-    also computes the gradient of the bias, from sums that it needs anyway. This saves two passes
-    over the images.
+    also computes the gradient of the bias, from sums that it needs anyway. Leaving out the bias
+    therefore saves two passes over the images.
 
     Returns:
         For a `Conv3x3` on CUDA, the output without bias, and the bias (B, out_channels). Otherwise,

@@ -219,8 +219,8 @@ class Euler(DDIM):
 class EulerAncestral(DDIM):
     """Euler ancestral sampling, which is DDIM with eta = 1 on a Karras grid.
 
-    From each noise level of the grid, the solver takes an Euler step to a level below the next one,
-    and then adds noise to reach the next one. k-diffusion calls this solver
+    From each noise level of the grid, the solver takes an Euler step that ends below the next level
+    of the grid, and then adds noise to reach this next level. k-diffusion calls this solver
     `sample_euler_ancestral`.
 
     Args:

@@ -32,8 +32,8 @@ class Heun:
         times: time grid. If None, the grid is `Karras(noisiest=-10)`.
         clip: whether to clamp each estimate of x0 to [-1, 1]. If True, the slope is computed from
             the clamped x0.
-        churn: EDM's S_churn. Before each step, added noise raises the level by the factor
-            `1 + min(churn / steps, sqrt(2) - 1)`. With 0, sampling is deterministic.
+        churn: EDM's S_churn. Before each step, noise is added, which multiplies the noise level
+            by `1 + min(churn / steps, sqrt(2) - 1)`. With 0, sampling is deterministic.
         churn_min: EDM's S_tmin, the lowest level to which churn is applied.
         churn_max: EDM's S_tmax, the highest level to which churn is applied.
         churn_noise: EDM's S_noise, a factor on the noise that churn adds. Values slightly above 1

@@ -103,8 +103,8 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
     """Write plan.json to a new output folder, or check that an existing folder has the same plan.
 
     Raises:
-        ValueError: if the folder contains other files, or an analysis with different settings. The
-            message names a difference.
+        ValueError: if the folder contains files but no plan.json, or if its plan.json differs from
+            the plan of this analysis. The message names a setting that differs.
     """
     folder, path = Path(options.out), Path(options.out, "plan.json")
     checkpoints = [
@@ -194,7 +194,8 @@ def compute_pieces(
 def save_result(path: Path, result: Mapping[str, Any], note: str = "") -> None:
     """Write the arrays of a result to `path`.npz, and everything else to `path`.json.
 
-    A `note` that says how the result was measured is stored as the entry "note" of the JSON file.
+    Unless `note` is empty, it is stored in the JSON file. It should say how the result was
+    measured.
     """
     arrays = {name: value for name, value in result.items() if isinstance(value, np.ndarray)}
     others = {name: value for name, value in result.items() if name not in arrays}

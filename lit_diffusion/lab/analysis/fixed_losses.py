@@ -47,8 +47,8 @@ def evaluate_losses(
 
     Args:
         module: module on whose weights the losses depend.
-        states: one state dict per evaluation. Loading a state dict does not change weights that it
-            lacks.
+        states: one state dict per evaluation. A weight that is missing in a state dict keeps its
+            previous value.
         losses: functions that compute the losses, by name.
 
     Returns:

@@ -91,7 +91,7 @@ class HiddenFeatures:
 
     Args:
         axes: dimensions of weights and biases that have one index per feature. A permutation of the
-            features must reorder all of them alike.
+            features must reorder all these dimensions in the same way.
         groups: number of groups of the group norm on these features. A permutation may reorder the
             features within a group, and may reorder whole groups.
     """

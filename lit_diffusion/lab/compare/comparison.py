@@ -110,7 +110,8 @@ class Comparison:
     def best(self) -> Result:
         """The fastest winner.
 
-        If no arm wins, the fastest of the arms that can win. If no arm can win, the fastest arm.
+        If no arm wins, this is the fastest arm that can win. If no arm can win, it is the fastest
+        of all arms.
         """
         return (self.winners or sorted(self.results, key=self.falls_short))[0]
 
@@ -140,8 +141,8 @@ def compare(
 
     Raises:
         ValueError: if there are fewer than two arms, if two arms have the same name, if there is no
-            arm with the name of the baseline, if the target is not positive, or if it cannot be
-            determined.
+            arm with the name of the baseline, if the target is not positive, or if the default
+            target does not exist because a seed of the baseline has no finite FID.
 
     Example:
         >>> from lit_diffusion.lab.compare.curves import Curve

@@ -35,7 +35,8 @@ class Crossing:
     """The step at which a run reached a target.
 
     Attributes:
-        step: the step or, if it is not known exactly, the step of the evaluation that bounds it.
+        step: the step at which the target was reached. If only a bound is known, this is the step
+            of the evaluation that gives the bound.
         bound: AT_MOST if the first evaluation was already at the target. MORE_THAN if no evaluation
             reached the target (a censored value). UNKNOWN for a mean over steps with both kinds of
             bounds.

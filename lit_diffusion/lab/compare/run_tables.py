@@ -250,8 +250,8 @@ def _common_widths(fids: Sequence[FIDsByWidth]) -> list[float]:
 def sample_pictures(selection: Selection, arms: Sequence[Arm]) -> list[SamplePicture]:
     """Collect images of samples from all arms, at steps at which all arms have images.
 
-    If possible, the images of all arms are from the same training seed, and from the weights whose
-    FID is compared. The list is empty if an arm has no images.
+    If possible, the images of all arms are from runs with the same training seed, and were
+    generated with the weights whose FID is compared. The list is empty if an arm has no images.
     """
     candidates = {arm.name: [run for run in selection.arms[arm.name] if run.grids] for arm in arms}
     if not all(candidates.values()):

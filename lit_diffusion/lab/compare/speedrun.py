@@ -1,7 +1,7 @@
 """Rules and results of a speedrun: the steps that a recipe needs to reach targets on the digits.
 
-Data, seeds, targets and the largest network are fixed, so that the results of different people can
-be compared. docs/speedrun.md explains the rules.
+The data, the seeds, the targets and the maximum size of the network are fixed, so that the results
+of different people can be compared. docs/speedrun.md explains the rules.
 """
 
 import csv
@@ -53,8 +53,8 @@ class Entry:
 
     Attributes:
         name: name of the recipe.
-        crossings: one per seed, in the order of `SEEDS`.
-        seconds: seconds of training per run, without evaluations, mean over seeds; None if unknown.
+        crossings: the step at which each seed reached all targets, in the order of `SEEDS`.
+        seconds: mean training time of a run in seconds, without evaluations; None if unknown.
     """
 
     name: str
@@ -86,11 +86,11 @@ def fixed_options() -> list[str]:
 
 
 def check_rules(entry: Mapping[str, Any], track: Mapping[str, Any]) -> None:
-    """Raise ValueError if the settings of an entry differ from the track in a fixed setting.
+    """Raise ValueError if an entry changes a setting that the rules of the speedrun fix.
 
     Args:
-        entry: all settings of a fit of the entry, with `fixed_options`.
-        track: all settings of a fit of `configs/digits-ablation.yaml`, with `fixed_options`.
+        entry: all settings of a fit with the configs of the entry and `fixed_options`.
+        track: all settings of a fit with `configs/digits-ablation.yaml` and `fixed_options`.
     """
     from lit_diffusion.cli.changed_settings import differences
 
@@ -130,7 +130,8 @@ def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
     """Raise ValueError if the module, or its number of evaluations per sample, is too large.
 
     An evaluation is one image that passes through the network. Classifier-free guidance passes two
-    images per step. The auxiliary loss is not counted, because it is not used for sampling.
+    images per step. The size of the module does not include the auxiliary loss, because
+    sampling does not use it.
 
     Args:
         model: class path and arguments of the module, which is built and generates one sample.
@@ -165,7 +166,9 @@ def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
 
 
 def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
-    """Return the curve of the largest ratio of a distance to its target; at 1, all are reached.
+    """Return the curve of a score, which is 1 when a run has just reached all targets.
+
+    Each distance, such as the FID, is divided by its target. The score is the largest ratio.
 
     Args:
         records: evaluations of a run, as in evaluations.jsonl.
@@ -187,7 +190,7 @@ def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
 def measure(name: str, runs: Sequence[PlannedRun]) -> Entry:
     """Read the results of finished runs, one per seed.
 
-    The seconds are None if a run was resumed, because its log has the time of the last part alone.
+    The training time is None if a run was resumed, because its log has only the time since then.
     """
     from lit_diffusion.cli.loggers import read_evaluations
     from lit_diffusion.cli.run_folder import latest_config
@@ -268,7 +271,7 @@ def record_holder(entries: Sequence[Entry]) -> Entry:
 
 
 def records_table(entries: Sequence[Entry]) -> Table:
-    """Build the table of records, the fastest first, and last those that missed the targets."""
+    """Build the table of records: the fastest come first, and those that missed a target last."""
     record = record_holder(entries)
     fastest = sorted(entries, key=lambda entry: (not entry.is_complete, entry.steps.step))
     rows = [

@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> None:
 
     Raises:
         ValueError: if the recipe breaks a rule. No run is started then.
-        SystemExit: with 1 if runs are unfinished.
+        SystemExit: with code 1 if runs are unfinished.
     """
     args = parser().parse_args(argv[1:])
     require_lab()

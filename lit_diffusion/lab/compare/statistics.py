@@ -123,8 +123,9 @@ def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
 
     The result is the ratio of the geometric means over seeds, with the interval of Welch's t test
     on log steps. If only a bound of a step is known, the bound is used in place of the step. The
-    ratio is then also a bound, and the interval is unbounded on that side. If the bound leaves open
-    which arm is faster, there is no interval.
+    ratio is then also a bound. If it is a lower bound, the interval has no upper end. If it is an
+    upper bound, the interval starts at 0. If the bound leaves open which arm is faster, there is no
+    interval.
 
     Example:
         >>> result = speedup([Crossing(4.0e6)], [Crossing(1.8928e6)])

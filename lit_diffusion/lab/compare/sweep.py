@@ -101,9 +101,9 @@ def run(argv: Sequence[str]) -> None:
 
     Raises:
         ValueError: if options, arms or existing runs are invalid. No run is started then.
-        SystemExit: with code 75 if a signal made a fit save a checkpoint and end. Starting the
-            command again then continues the sweep. With code 1 if runs are unfinished, or if they
-            cannot be compared.
+        SystemExit: with code 75 if a signal made a fit save a checkpoint and end, or with code 1 if
+            runs are unfinished or cannot be compared. After code 75, start the command again to
+            continue the sweep.
     """
     args, options = parser().parse_known_args(argv[1:])
     if args.jobs < 1:

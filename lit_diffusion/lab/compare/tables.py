@@ -151,7 +151,7 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """Format the FID at which a speed-up is measured, such as " to 0.306"; "" for the target.
+    """Format the FID at which a speed-up is measured, as in " to 0.306". Return "" for the target.
 
     If the FID and the target differ but are equal after rounding, the result has more digits and
     also contains the target, as in " to 0.2693, not 0.2691".

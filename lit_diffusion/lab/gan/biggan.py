@@ -144,9 +144,9 @@ class BigGANGenerator(nn.Module):
     Args:
         num_classes: number of classes.
         out_channels: channels of the images.
-        widths: channels before each block, then channels after the last block, divided by `width`.
-            Its length is the number of blocks plus one. With the default, five blocks generate
-            images of 128 x 128 pixels.
+        widths: channels before each block, then channels after the last block, in units of
+            `width`. The number of blocks is one less than the length of `widths`. With the default,
+            five blocks generate images of 128 x 128 pixels.
         width: base width, by which all `widths` are multiplied; 96 in the paper.
         latent_dim: size of z. The first layer and each block get an equal part of z.
         label_dim: size of the class embedding. All blocks share one embedding.
@@ -221,7 +221,7 @@ class BigGANDiscriminator(nn.Module):
     Args:
         num_classes: number of classes.
         in_channels: channels of the images.
-        widths: channels after each block, divided by `width`.
+        widths: channels after each block, in units of `width`.
         width: base width, by which all `widths` are multiplied; 96 in the paper.
         unhalved: number of blocks at the end that keep the resolution.
         image_size: side of the images in pixels. It only determines where attention is inserted.

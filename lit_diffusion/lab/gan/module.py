@@ -223,7 +223,7 @@ class GANModule(LightningModule):
 
         Args:
             real: real images (B, C, H, W) in [-1, 1].
-            labels: labels (B,) of the real and of the generated images; None if there are none.
+            labels: labels (B,), the same for real and generated images; None if there are none.
             z: latents (B, latent_dim) of the generated images.
         """
         with torch.no_grad():
