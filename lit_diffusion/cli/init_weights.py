@@ -106,8 +106,8 @@ def match_weights(
     Shapes may differ in axes of length 1.
 
     Returns:
-        The weights that fit, in the module's shapes, and the names of all weights, grouped by what
-        happens to the weights, such as "copied" or "reshaped".
+        The weights that fit, reshaped to the module's shapes, and a dictionary. The dictionary maps
+        what happens to weights, such as "copied" or "reshaped", to the names of these weights.
     """
     comparable = [
         n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])

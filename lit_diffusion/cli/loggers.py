@@ -23,10 +23,10 @@ class AppendingCSVLogger(Logger):
 
     A row is in the file when `log_metrics` returns. New metrics become new columns at the right.
 
-    A resume deletes the rows of later steps, which the interrupted run wrote. The step of the
-    resume is the argument of `rewind`. If `rewind` was not called, it is the step of the first row
-    that is logged. Rows of this step, and rows written by `log_ahead`, are replaced when their
-    metrics are logged again. In contrast, Lightning's CSVLogger deletes an existing file.
+    When a run resumes at a step, `rewind` deletes the rows of later steps. If `rewind` is not
+    called, the run is assumed to resume at the step of the first row that is logged. Rows of the
+    step of the resume, and rows written by `log_ahead`, are replaced when their metrics are logged
+    again. In contrast, Lightning's CSVLogger deletes an existing file.
 
     Args:
         save_dir: folder of the run, created with the first row.

@@ -49,7 +49,7 @@ def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Ca
 
     Raises:
         ValueError: if a ModelCheckpoint would overwrite last.ckpt with a file that may not resume
-            exactly, or if SaveOnSignal would save to a different folder.
+            exactly, or if SaveOnSignal would save to a folder other than `folder`.
     """
     for callback in callbacks:
         saves_last = isinstance(callback, ModelCheckpoint) and callback.save_last

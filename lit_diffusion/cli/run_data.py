@@ -88,9 +88,9 @@ def real_images(
     """Return the reference images, and more real images whose FID is reported for comparison.
 
     The argument `reference` is a split of the run's data ("train", "val" or "test"), a folder or an
-    .npz file. None means "val". If the model was trained on latents, None means the reference of
-    the run's last evaluation. The second image set, whose FID is reported for comparison, comes
-    from a different split. It is None if the reference is a folder or an .npz file.
+    .npz file. For a model of latents, None means the reference of the run's last evaluation. For
+    any other model, None means "val". The second image set, whose FID is reported for comparison,
+    comes from a different split. It is None if the reference is a folder or an .npz file.
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None

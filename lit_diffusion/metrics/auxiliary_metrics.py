@@ -122,7 +122,7 @@ class MetricAccumulator:
     def compute(self) -> tuple[float, dict[str, float]]:
         """Return the FID, and the other metrics by name, of the samples of all processes.
 
-        All processes must call this method. Only the first one gets precision, recall and the
+        All processes must call this method. Only the first process gets precision, recall and the
         fraction of memorized samples.
         """
         comparisons = self._metrics.comparisons

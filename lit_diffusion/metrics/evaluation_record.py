@@ -147,8 +147,8 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 class ImageCount(NamedTuple):
     """Count of training images over all processes, valid even if a resume changes the batch size.
 
-    After each process had trained on `batches` batches, the count was `images`. After that, one
-    more batch on each process adds `per_batch` images in total. An unknown number is None.
+    When each process has trained on `batches` batches, the count is `images`. After that, one more
+    batch on each process adds `per_batch` images to the count. An unknown number is None.
 
     Example:
         >>> ImageCount(images=1000, batches=10, per_batch=64).at(batches=12)

@@ -101,8 +101,8 @@ class Scorer:
     def features_of_share(self, images: ImageSet, index: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Extract the features of this process's share of the images at `index`.
 
-        The share of process r of R is the images at index[r], index[r + R], index[r + 2R] and so
-        on. All processes must call this method.
+        With R processes, process r extracts the features of the images at index[r], index[r + R],
+        index[r + 2R] and so on. All processes must call this method.
 
         Returns:
             The features of this process's share, and the labels of all images at `index`.
