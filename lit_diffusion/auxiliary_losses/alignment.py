@@ -45,8 +45,8 @@ class RepresentationAlignment(nn.Module):
         hidden: number of features of each hidden layer of the projector. SiLU follows each hidden
             layer.
         distance: "cosine" for the negative cosine similarity, or "smooth_l1" for the smooth L1
-            distance, averaged over features. The latter is quadratic for errors below 0.05, as in
-            the code of the authors of SRA.
+            distance, averaged over features. The smooth L1 distance is quadratic for errors below
+            0.05, as in the code of the authors of SRA.
         weight: factor on the term.
         until_step: number of optimizer steps after which the term is 0 and the teacher does not
             run any more. None uses the term in the whole run. The code of the authors of HASTE

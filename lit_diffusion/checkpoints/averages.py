@@ -181,8 +181,8 @@ def reconstruct_average(
 ) -> dict[str, Tensor]:
     """Reconstruct the average with a given relative width after `step` updates.
 
-    The result is a linear combination of averages with other widths. Some of these are the averages
-    after `step` updates. The others are from earlier snapshots.
+    The result is a linear combination of averages with other widths. Some of them are averages
+    after `step` updates. The others are from snapshots that were written earlier.
 
     Args:
         folder: folder of the snapshots.

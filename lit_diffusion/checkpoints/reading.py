@@ -236,7 +236,7 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
     """Context manager that raises if a module gets far more parameters than a state_dict has.
 
     A checkpoint describes its network, and a malicious description could need more memory than the
-    machine has. The context counts parameters when a module registers them.
+    machine has. Therefore, the context manager counts parameters as a module registers them.
 
     Args:
         state: the state_dict of the checkpoint.

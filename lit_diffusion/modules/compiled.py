@@ -34,8 +34,8 @@ def check_mode(mode: str | None) -> None:
 def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: int) -> None:
     """Raise ValueError if CUDA graphs would be combined with gradient accumulation.
 
-    The reason for the error is that with CUDA graphs, the gradients of a micro-batch overwrite the
-    gradients of the previous one, so the sum of the gradients would be wrong
+    With CUDA graphs, the gradients of a micro-batch overwrite the gradients of the previous
+    micro-batch, so the sum of the gradients would be wrong
     (github.com/pytorch/pytorch/issues/169545).
 
     Example:

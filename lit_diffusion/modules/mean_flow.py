@@ -29,8 +29,9 @@ class MeanFlow(DiffusionModule):
         u = v - (t - r) * du/dt,  du/dt = (partial du/dx_t) v + (partial du/dt).
 
     The squared error in training is `mean((u - target)**2)`. The target is the right-hand side of
-    the identity without gradient, where u is the network, and `noise - x0` replaces v. The
-    derivative du/dt is a Jacobian-vector product. The loss of an image is
+    the identity, computed with the network as u and with `noise - x0` in place of v. No gradient
+    flows through the target. The derivative du/dt is a Jacobian-vector product. The loss of an
+    image is
 
         error / (error + 1e-3 / D)**power,
 

@@ -70,10 +70,10 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     The function leaves `fused` unchanged if the optimizer was created with `fused`, `foreach` or
     `differentiable`, or if a parameter is complex.
 
-    When the optimizer loads a checkpoint, it keeps its current `fused` and `foreach`, and gives the
-    loaded state the memory format of the weights. Therefore, a run can resume on a different
-    device, from a checkpoint written without fused=True, or with weights in a different memory
-    format.
+    When the optimizer loads a checkpoint, it ignores `fused` and `foreach` in the checkpoint, and
+    gives the loaded state the memory format of the weights. Therefore, a run can resume on a
+    different device, from a checkpoint written without fused=True, or with weights in a different
+    memory format.
 
     If fused=True is passed to the optimizer's constructor, the optimizer itself unscales the
     gradients of precision=16-mixed. For this reason, Lightning does not allow `gradient_clip_val`

@@ -35,8 +35,9 @@ class Result:
 
     Attributes:
         crossings: the step at which each seed of the arm reached the comparison's target.
-        at: FID to which the speed-up is measured: the target or, if a seed of the arm never reached
-            the target, the lowest FID that all seeds of the arm and of the baseline reached.
+        at: FID to which the speed-up is measured. This is the target if all seeds of the arm
+            reached it. Otherwise, it is the lowest FID that all seeds of the arm and of the
+            baseline reached, or the target if there is no such FID.
         holm_p: p-value of the speed-up after Holm's correction for the number of arms. None if
             there was no test.
         end_p: p-value of the test on last FIDs, corrected for the number of arms. None unless the
@@ -237,8 +238,8 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
 
     Returns:
         The changed arms. None if the numbers of images are unknown, or if all arms use the same
-        number of images per step. In the latter case, a comparison by images would equal a
-        comparison by steps.
+        number of images per step. If they do, a comparison by images would equal a comparison
+        by steps.
     """
     rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
     if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):

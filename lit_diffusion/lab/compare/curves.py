@@ -215,9 +215,9 @@ def late_spreads(curve: Curve) -> tuple[float, float] | None:
     """Compute standard deviations of log FID over the last third of the steps.
 
     Returns:
-        The total standard deviation, and the standard deviation around a least-squares line. The
-        latter is `sqrt(sum of squared residuals / (n - 2))`. A steady descent of the FID raises
-        only the former. None if there are fewer than three finite FIDs.
+        The total standard deviation, and the standard deviation around a least-squares line, which
+        is `sqrt(sum of squared residuals / (n - 2))`. A steady descent of the FID raises only the
+        total standard deviation. None if there are fewer than three finite FIDs.
 
     Source: "Why diffusion models are stable and how to make them faster" (2023), which claims under
     its Fig. 5 that its methods make late FIDs steadier.

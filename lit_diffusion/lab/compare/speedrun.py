@@ -1,4 +1,4 @@
-"""Rules and results of a speedrun: the steps that a recipe needs to reach targets on the digits.
+"""Rules and results of the speedrun, a race to reach targets on the digits in the fewest steps.
 
 The data, the seeds, the targets and the maximum size of the network are fixed, so that the results
 of different people can be compared. docs/speedrun.md explains the rules.

@@ -174,9 +174,9 @@ def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
 def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
     """Run a paired t test of the log ratio of last FIDs (arm / baseline), over shared seeds.
 
-    The last FID of a run is the geometric mean over its sets of samples. If runs have different
-    numbers of sets, only the first k sets of each run are used, where k is the smallest number of
-    sets.
+    The final weights of a run may have several FIDs, each from its own set of samples. The last FID
+    of the run is their geometric mean. If runs have different numbers of sets, only the first k
+    sets of each run are used, where k is the smallest number of sets.
 
     Returns:
         The result; None if the test is undefined, if the two runs of a seed end at steps that

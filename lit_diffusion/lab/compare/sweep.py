@@ -180,10 +180,10 @@ class PlannedRun:
         return ["lit-diffusion", "fit", *self.options]
 
     def completed_steps(self) -> int | None:
-        """Optimizer steps of the last checkpoint; None if the run must start from scratch.
+        """Number of steps at the last checkpoint; None if the run must start from scratch.
 
-        The checkpoints of a finished run may have been deleted. If there is no checkpoint, the last
-        step in metrics.csv or in the evaluations is returned, but only if the run is finished.
+        The checkpoints of a finished run may have been deleted. For a finished run without a
+        checkpoint, the result is therefore the last step in metrics.csv or in the evaluations.
         """
         from lit_diffusion.checkpoints.reading import read_checkpoint
 
