@@ -60,8 +60,8 @@ class MeanFlow(DiffusionModule):
         guidance_scale: scale of classifier-free guidance. The network learns the average velocity
             of the guided flow, so that `generate` needs no guidance. The velocity in the target is
             then `omega * (noise - x0) + kappa * u(c) + (1 - omega - kappa) * u(no condition)`, with
-            kappa = `guidance_mix` and omega = `guidance_scale * (1 - kappa)`. Both u are the
-            network at r = t. 1 means no guidance.
+            kappa = `guidance_mix` and omega = `guidance_scale * (1 - kappa)`. Both values of u are
+            outputs of the network at r = t. 1 means no guidance.
         guidance_mix: the weight kappa, in [0, 1).
         **kwargs: keyword arguments of `DiffusionModule`.
 

@@ -636,7 +636,7 @@ class EncoderUNet(_Encoder):
         resblock_updown: whether ResBlocks reduce the resolution. If False, convolutions do.
         split_heads_first: whether the attention of the blocks splits its features into heads
             first, and then into queries, keys and values. If False, the order is reversed. The
-            pooling always uses the order for False.
+            pooling always uses the order that False selects.
 
     Raises:
         ValueError: if sizes do not fit together.

@@ -40,9 +40,9 @@ class Heun:
             add more noise than the raised level requires.
 
     Raises:
-        ValueError: if steps or a churn argument is out of range. The method `check` raises the
-            error if the grid does not fit the process, or if alpha is 0 at the noisiest time of the
-            grid.
+        ValueError: if steps or a churn argument is out of range. The method `check` raises
+            ValueError if the grid does not fit the process, or if alpha is 0 at the noisiest time
+            of the grid.
 
     Source: Karras et al. 2022 (EDM), algorithms 1 and 2.
 
