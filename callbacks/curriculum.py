@@ -140,7 +140,7 @@ class _Curriculum(TimestepWriter):
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
         """Return the progress as `clts/gamma`, and the distance to uniform as `clts/tv`.
 
-        The distance is the total variation between the density and the uniform density.
+        This distance is the total variation between the curriculum's density and the uniform one.
         """
         return {
             "clts/gamma": clts_gamma(step, self.num_steps),

@@ -261,7 +261,7 @@ class EMA(pl.Callback):
       own optimizer. Neither batches that only accumulate gradients nor updates that a GradScaler
       skips count as steps.
     - Validation, test and predict use the averages with the first decay, and swap the raw weights
-      back in at the end. Inside the context `weights(name)`, they use the weights called `name`
+      back in when they end. Inside the context `weights(name)`, they use the weights called `name`
       instead. Before the first update of the averages, the raw weights are used everywhere.
     - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in.
       Every checkpoint therefore contains the raw weights. To read the averages while they are

@@ -264,8 +264,9 @@ def generate_images(
     """Generate one image per seed. If the module has classes, the label is `seed % num_classes`.
 
     Returns:
-        A tuple of the images, as uint8 of shape (N, C, H, W), and an empty list. If any sample is
-        not finite, the tuple contains None and the seeds of the samples that are not finite.
+        A pair. If all samples are finite, the pair contains the images (N, C, H, W) in uint8, and
+        an empty list. Otherwise, it contains None, and the seeds of the samples with NaN or
+        infinite values.
     """
     assert isinstance(module, CanGenerate)
     num_classes = getattr(module, "num_classes", None)

@@ -469,7 +469,7 @@ class FIDEvaluation(PeriodicEvaluation):
         return f"{type(self).__qualname__}{parts}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best FID, its step and settings, and how many images were trained on."""
+        """Return the best FID, its step and settings, and the number of training images so far."""
         return {
             "best_score": self.best_score,
             "best_step": self.best_step,

@@ -244,7 +244,7 @@ def require_denoising_loss(module: Any, callback: str) -> None:
         )
     if hasattr(module, "equal_times"):
         raise ValueError(
-            f"{callback} needs losses that are errors at one time, and those of "
+            f"{callback} needs losses that are errors at one time, but the losses of "
             f"{type(module).__name__} are normalized and depend on two times; use DiffusionModule, "
             f"or leave out {callback}."
         )

@@ -79,7 +79,7 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
 
 
 def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
-    """Return a density proportional to the RMS of each bin's losses, mixed with the uniform one.
+    """Return a mixture of the uniform density and one proportional to the RMS of each bin's losses.
 
     Args:
         history: losses of num_bins bins.

@@ -128,8 +128,9 @@ class MomentumDecay(pl.Callback):
         ValueError: if an argument is out of range, or if the strategy is not supported. At the
             start of a fit, the error is also raised if total_steps is unknown, if min_beta1 is
             above beta0, if an optimizer has no momentum, if a scheduler cycles the momentum, or if
-            another callback of this class would change the same optimizer. If compensate_lr is
-            True, an optimizer whose updates are unlike Adam's raises the error too.
+            another callback of this class would change the same optimizer. With compensate_lr=True,
+            the error is also raised if the newest gradient does not have the weight `1 - beta1` in
+            the updates of an optimizer, as in SGD.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023).
     Demon is from Chen & Kyrillidis 2019 (arXiv 1910.04952).

@@ -101,7 +101,7 @@ class Heartbeat:
 
 
 def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str:
-    """Return a message that names the rank that ended or blocked the run; "" if there is none.
+    """Return a message that names the rank that ended or blocked the run; "" if no rank did.
 
     The function names a rank without recent heartbeats if there is one. Otherwise, it names a rank
     for which other ranks wait in a collective. If there are several such ranks, it names the one

@@ -151,7 +151,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
         self._reducer.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the previous signal handlers, and enable those of Lightning."""
+        """Restore the previous signal handlers, and enable Lightning's handlers."""
         self._recorder.stop()
         enable_signal_handlers(trainer)
 

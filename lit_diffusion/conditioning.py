@@ -163,9 +163,9 @@ class Embeddings:
     """Embeddings and their mask: (values (B, *shape), present (B, *shape[:-1]) bool).
 
     Use `shape=(L, D)` for L tokens per image, and `shape=(D,)` for one vector per image. The mask
-    `present` is False for tokens or vectors that are missing. `drop` replaces the embedding of an
-    image with `null_embedding`. If `null_embedding` is None, `drop` sets `present` to False, and
-    the network uses its own learned null embedding for this image.
+    `present` is False for tokens or vectors that are missing. In label dropout, the method `drop`
+    replaces the embedding of an image with `null_embedding`. If `null_embedding` is None, `drop`
+    sets `present` to False, and the network uses its own learned null embedding for this image.
 
     Args:
         shape: shape of the values for one image.

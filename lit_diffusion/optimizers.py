@@ -159,7 +159,7 @@ class MuonAdamW(Optimizer):
 
 
 def hidden_matrices(module: nn.Module) -> list[Tensor]:
-    """List the weights with two or more dimensions in the blocks of all networks of a module.
+    """List a module's weights with two or more dimensions that are in blocks of networks.
 
     A network is a submodule, or the module itself, with an attribute `block_names`. If the blocks
     begin with a convolution of the images, as in a U-Net, its kernel is left out.

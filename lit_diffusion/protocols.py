@@ -361,7 +361,7 @@ class Teacher(Protocol):
 
     @property
     def width(self) -> int | None:
-        """Number of features at each position. None means the number in the aligned block."""
+        """Number of features per position. None means as many features as the aligned block has."""
 
     def attach(self, network: nn.Module, /) -> None:
         """Prepare the teacher for this network. `RepresentationAlignment` calls this method once.
