@@ -58,7 +58,7 @@ class FIDEvaluation(PeriodicEvaluation):
       precision, and with the weights that the argument `weights` selects. The extractor computes in
       float32. The evaluation does not change the training.
     - Metrics: the callback logs the FID as `val/fid_<num_samples>`. It also logs a floor as
-      `val/fid_<num_samples>_floor`. The floor is an FID in which real images replace the samples.
+      `val/fid_<num_samples>_floor`. The floor is the FID of real images that replace the samples.
       If the data have enough images, the floor uses as many real images as there are samples, with
       the same labels. If the data have a test split, `trainer.test` logs `test/fid_<num_samples>`.
       If `weights` is not "ema", the metric names contain the name of the weights.

@@ -66,12 +66,12 @@ class _MicroBatch:
         return torch.stack(flags).float()
 
     def severity(self) -> int:
-        """2 for a non-finite loss, 1 for non-finite gradients of a finite loss, else 0."""
+        """Return 2 for a non-finite loss, 1 for a finite loss with non-finite gradients, else 0."""
         loss, gradient = self.flags().tolist()
         return 2 if loss else int(gradient)
 
     def bad_parameters(self, module: nn.Module) -> list[str]:
-        """Names of the parameters with non-finite gradients, in the module's order."""
+        """List the names of parameters with non-finite gradients, in the module's order."""
         flags, params = self.gradients or (torch.zeros(0), [])
         bad = set(map(id, compress(params, flags.tolist())))
         return [name for name, param in module.named_parameters() if id(param) in bad]
@@ -153,8 +153,8 @@ class FiniteUpdates(pl.Callback):
     Raises:
         ValueError: if `max_nonfinite_steps` is negative. At the start of a fit, the error is also
             raised if an optimizer computes several losses in one step (LBFGS). If
-            `max_nonfinite_steps` is above 0, a strategy that splits weights, or that updates them
-            in its own way, raises the error too.
+            `max_nonfinite_steps` is above 0, the error is also raised if the strategy splits
+            weights over ranks or updates weights in its own way.
         FloatingPointError: if too many updates are skipped, or if a checkpoint with non-finite
             weights would be saved.
 
