@@ -1,7 +1,7 @@
 """Print help for `lit-diffusion fit | validate | test | predict`, and check the command line.
 
-The checks do not import torch or Lightning, because that takes seconds. `cli.fitting` does so after
-the checks.
+The checks do not import torch or Lightning, because that takes seconds. `cli.fitting` imports them
+after the checks.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Explain errors in a config or on a command line in short messages with a suggested fix."""
+"""Explain errors in configs and command lines by short messages that suggest a fix."""
 
 import errno
 import inspect

@@ -4,7 +4,7 @@ jsonargparse imports and calls whatever a class path names, so an untrusted file
 Therefore, a class path raises an error before its import, unless it is in a package of `TRUSTED` or
 in a package that the user trusts.
 
-From packages of `TRUSTED`, only classes are allowed, no functions. jsonargparse alone would also
+From packages of `TRUSTED`, only classes are allowed, not functions. jsonargparse alone would also
 accept functions with a suitable return type, and some functions in these packages execute their
 argument as code.
 """

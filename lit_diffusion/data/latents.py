@@ -95,7 +95,7 @@ class LatentIndex:
         ]
 
     def missing_shards(self, folder: Path) -> list[tuple[str, range, bool]]:
-        """List shards that are missing, truncated, or computed from other images or VAE weights."""
+        """List shards that are missing or truncated, or that do not match the images or the VAE."""
         missing = []
         for shard in self.shards():
             path, digest = folder / shard[0], None

@@ -2,7 +2,7 @@
 
 A method that was tuned on one FID may improve only this FID. Therefore, the auxiliary metrics score
 the same samples with other feature extractors, and compare the samples with held-out images. They
-also measure how many samples are near copies of training images. A record in evaluations.jsonl
+also measure how many samples are near-duplicates of training images. A record in evaluations.jsonl
 stores the metrics under the key "second_look".
 """
 
@@ -67,10 +67,10 @@ class AuxiliaryMetrics:
         memorization: the features (N, F) of the training images, and the median distance from a
             held-out image to its nearest training image. A sample counts as memorized if its
             distance to the nearest training image is at most this median. Therefore, all copies of
-            training images count as memorized. Samples that are as far from the training images as
-            held-out images are count as memorized in about half of the cases. `memorization` is
-            None on all processes except the first, and for data that lack a training or a
-            validation split.
+            training images count as memorized. If samples have the same distances to the training
+            images as held-out images have, about half of the samples count as memorized.
+            `memorization` is None on all processes except the first, and for data that lack a
+            training or a validation split.
         num_samples: number of samples in an evaluation.
     """
 

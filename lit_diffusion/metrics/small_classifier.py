@@ -302,7 +302,7 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
-    """Blur a third of the images, and add noise to another third, for a head that detects both.
+    """Blur a third of the images, and add noise to another third, to train the quality head.
 
     First, the function adds weak noise (dither) to all images. The strengths of dither, blur and
     noise are random.
