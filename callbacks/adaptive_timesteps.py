@@ -106,7 +106,7 @@ class AdaptiveTimesteps(TimestepWriter):
     `adaptive_timesteps/tv`, the total variation between the density and the uniform density.
 
     The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. It
-    cannot be `MeanFlow`, which trains an image at two times.
+    cannot be `MeanFlow`, whose network gets two times for each image.
 
     Args:
         num_bins: number of equal bins over u in [0, 1].

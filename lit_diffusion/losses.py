@@ -85,7 +85,8 @@ class P2:
     Args:
         gamma: exponent of the denominator. A larger gamma gives nearly clean images less weight.
             The authors use 0.5 and 1. With 0, W equals the SNR.
-        k: SNR around which W starts to grow more slowly than the SNR.
+        k: W is about proportional to the SNR while the SNR is far below k. Above k, it grows more
+            slowly.
 
     Source: Choi et al. 2022 (P2 weighting, arXiv 2204.00227), Eq. 8.
 
