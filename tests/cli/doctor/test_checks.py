@@ -182,7 +182,7 @@ def test_a_resume_counts_what_is_left_and_leaves_the_folder_alone():
     assert predicted == pytest.approx(tensor_bytes(saved) / 1e9, rel=0.01)
     width = "--model.init_args.network.init_args.model_channels=16"
     by_topic = findings(digits(90), "--ckpt_path=last", width)
-    require(by_topic["fit"], Level.PROBLEM, "of another architecture")
+    require(by_topic["fit"], Level.PROBLEM, "a different architecture")
     assert {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")} == before
 
 
