@@ -7,6 +7,7 @@ from support.foreign_times import ForeignTimes
 from support.memory_logger import MemoryLogger
 from support.plain_module import loader, make_trainer
 from support.tiny_diffusion import images, losses_of, tiny_diffusion
+from support.toy import FloatCodec
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -169,21 +170,6 @@ def test_no_noise_level_has_probability_zero_and_all_are_uniform_at_first():
 
 
 # In a fit
-
-
-class FloatCodec:
-    """x0 are the images, which need not be pixels."""
-
-    bounded = False
-
-    def encoded_shape(self, image_shape):
-        return image_shape
-
-    def encode(self, images):
-        return images
-
-    def decode(self, x0):
-        return x0
 
 
 class OptimalVelocity(nn.Module):

@@ -14,6 +14,7 @@ import random
 
 import pytest
 import torch
+from support.toy import FloatCodec
 from torch import nn
 
 from lit_diffusion.conditioning import ClassLabels, Embeddings
@@ -135,21 +136,6 @@ PARTS = {
 }
 
 
-class Identity:
-    """Images are x0 themselves."""
-
-    bounded = False
-
-    def encoded_shape(self, image_shape):
-        return image_shape
-
-    def encode(self, images):
-        return images
-
-    def decode(self, x0):
-        return x0
-
-
 def time_of(process, label):
     """The inverse of `noise_label`, which networks are told in float32."""
     label = label.double()
@@ -238,7 +224,7 @@ def built(parts):
         parts["solver"],
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         image_shape=(1, 1, 2),
-        codec=Identity(),
+        codec=FloatCodec(),
         conditioning=ClassLabels(2) if has_labels else Embeddings((1,)),
         label_dropout=0.1,
         guidance=GUIDANCES[parts["guidance"]](process, itself),

@@ -8,6 +8,21 @@ from lit_diffusion.processes import CosineBetas, DiscreteVP
 from lit_diffusion.protocols import Denoised, Process
 
 
+class FloatCodec:
+    """A codec whose x0 are the images, which need not be pixels."""
+
+    bounded = False
+
+    def encoded_shape(self, image_shape):
+        return image_shape
+
+    def encode(self, images):
+        return images
+
+    def decode(self, x0):
+        return x0
+
+
 class EndsInNoise(DiscreteVP):
     """Cosine betas whose last step leaves nothing of the image: SNR = 0."""
 

@@ -83,7 +83,9 @@ def main() -> None:
             sys.exit(f"{run.name} at lr {lr} is left for the next call: no time is left.")
         shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was killed
         start = time.monotonic()
-        subprocess.run(run.command, check=True)
+        if subprocess.run(run.command).returncode:  # for example because the training diverged
+            print(f"{run.name} at lr {lr} failed; the next call tries it again.")
+            continue
         seconds = time.monotonic() - start
         longest = max(longest, seconds)
         fixed = {"arm": run.arm, "seed": run.seed, "seconds": round(seconds, 1)}
