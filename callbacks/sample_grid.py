@@ -56,11 +56,11 @@ class SampleGrid(PeriodicEvaluation):
       space. If the training images exceed 256 MB, the search uses 256 MB of images that are evenly
       spaced over the data set. If no training images have the shape of the samples, this grid is
       omitted and a message is printed once.
-    - `val/memorized` is a metric that is logged with the second grid. It is the fraction of samples
-      that are close to a training image. A sample is close if its distance to the nearest training
-      image is at most the median distance from a held-out image to its nearest training image. The
-      metric is about 0.5 if samples are as new as held-out images, and 1 if they are copies of
-      training images.
+    - `val/memorized` is a metric that is logged with the grid of nearest images. It is the fraction
+      of samples that are close to a training image. A sample is close if its distance to the
+      nearest training image is at most the median distance from held-out images to their nearest
+      training images. The metric is about 0.5 if samples are as new as held-out images, and 1 if
+      they are copies of training images.
 
     Every rank generates all samples. The states of the random generators are restored afterwards.
 
@@ -72,8 +72,8 @@ class SampleGrid(PeriodicEvaluation):
         every_n_steps: optimizer steps between grids; None writes after every validation of a fit.
         batch_size: number of samples per call of `generate`.
         images: how to find the images in a training batch: an index, a key, or a function of the
-            batch. None uses the batch itself, its first part, or the one image tensor of a
-            dictionary.
+            batch. None uses the whole batch if it is a tensor, the first item if it is a tuple or
+            list, and the only 4-dimensional tensor if it is a dictionary.
 
     Raises:
         ValueError: if an argument is invalid. At fit start, the error is also raised if a label is

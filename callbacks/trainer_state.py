@@ -8,9 +8,9 @@ The callbacks in ema.py, momentum_decay.py, curriculum.py, loss_resampler.py and
 depend only on this file, torch and Lightning. To use one of these callbacks in your own package,
 copy its file and trainer_state.py. The file step_seed.py can be copied alone.
 
-Callbacks access private names of Lightning only through the functions in this file. In
-lit-diffusion, a test asserts that each of these names exists with the expected signature, and
-setup.cfg restricts lightning to versions below the next minor version.
+Callbacks access private names of Lightning only through the functions in this file. A test of
+lit-diffusion checks that each of these names exists with the expected signature, and setup.cfg
+excludes minor versions of Lightning that were not tested.
 
 In this file, "split tensor" means a torch DTensor, which FSDP2 and tensor parallelism create. The
 shape of a split tensor is the shape of the whole tensor, but each rank stores only a part, which

@@ -5,8 +5,9 @@ each image gets noise that is close to it. The noise of the batch is still stand
 
 A coupling changes the joint distribution of x0 and noise, and with it the distribution of x_t and
 the optimal network. Samplers of the probability flow ODE, such as `DDIM`, `DPMSolverPP` or `Heun`
-without churn, still generate the distribution of the images. Samplers that add noise (`DDPM`),
-likelihoods and guidance are not correct with a coupling, because they assume independent noise.
+without churn, still generate the distribution of the images. Guidance, likelihoods, and samplers
+that add noise (such as `DDPM`) are not correct with a coupling, because they assume independent
+noise.
 """
 
 from dataclasses import dataclass
@@ -25,15 +26,15 @@ class BatchAssignment:
 
     With `cost="squared"`, this is minibatch optimal transport. With `cost="distance"`, it is
     immiscible diffusion. The assignment is exact, and is computed on the CPU in O(B**3). On a GPU,
-    each step therefore waits for the device. If an image is not finite, the noise is not permuted.
-    The loss is then not finite, and `callbacks.FiniteUpdates` skips the update.
+    each step therefore waits for the device. If an image has a NaN or infinite value, the noise is
+    not permuted.
 
     Args:
         cost: the cost of a pair, "squared" for `||x0 - noise||**2` or "distance" for
             `||x0 - noise||`.
         within_classes: whether to permute noise only among images with the same label. With False,
-            the noise of a class is not standard normal, because images of the class get noise that
-            is close to them. A conditional model is then biased, because sampling starts from
+            the noise of a class is not standard normal, because each class gets the noise that is
+            close to its images. A conditional model is then biased, because sampling starts from
             noise that the model has not seen in training. Without labels, noise is permuted in the
             whole batch.
 

@@ -19,7 +19,7 @@ from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Varia
 
 
 class BitsPerDim(NamedTuple):
-    """Result of `bits_per_dim`: a bound and its terms in bits per dimension, and squared errors.
+    """Result of `bits_per_dim`: a bound and its terms in bits per dimension, and prediction errors.
 
     Attributes:
         total: (B,) the bound, which is `prior` plus the sum of `terms`.

@@ -100,7 +100,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return (metric, text) for each FID metric.
 
-    The text contains the last FID, the best FID, and the FID of real images in place of samples.
+    The text contains the last FID, the best FID, and the real-data floor (the FID of real images).
     """
 
     def number(value: float | None) -> str:

@@ -62,8 +62,7 @@ def allow_class_paths(
         packages: dotted names of trusted modules and packages. A package includes all modules in
             it. Entries with a "/" are ignored here: they are trusted folders of VAEs, which
             `checkpoints.loading.check_codec_folder` uses.
-        report: function that prints a line of text. It is called if arguments of an earlier class
-            are dropped.
+        report: function to call with a message if arguments of an earlier class are dropped.
     """
     packages = tuple(name for name in packages if name.replace(".", "_").isidentifier())
     old_settings = dict(parsing_settings)

@@ -169,8 +169,8 @@ class StreamedImages(CroppedImageDataModule):
         FileNotFoundError: if a folder has no index of litdata, or if chunks are missing or
             truncated.
         ModuleNotFoundError: if litdata is not installed.
-        ValueError: if samples lack `image` or `label` or have unsuitable images, or if a set is
-            compressed or could run code when it is read.
+        ValueError: if a sample has no `image` or no `label`, if an image or a label is unsuitable,
+            if a set is compressed, or if reading a set could run code.
 
     Example:
         >>> data = StreamedImages("s3://bucket/train", val=1000, image_size=64, num_workers=32)

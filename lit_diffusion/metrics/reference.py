@@ -1,7 +1,7 @@
-"""Measure the reference images of an FID: their statistics and the real-data floor.
+"""Compute the statistics of the reference images of an FID, and the real-data floor.
 
-The real-data floor is the FID of real images in place of samples. A perfect model would have about
-this FID, which is above 0 because the number of images is finite.
+The real-data floor is the FID of real images that are scored like generated samples. A perfect
+model would have about this FID. It is above 0 because the number of images is finite.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Reference:
     name: str  # split or path of the real images
     fingerprint: str  # fingerprint of the images' pixels
     sums: dict[str, Tensor]  # `FrechetDistance.real_sums` of the images' features
-    floors: tuple[float, ...]  # FIDs of real images in place of samples, one per random draw
+    floors: tuple[float, ...]  # FIDs of real images scored like samples, one per random draw
     floor_images: str  # description of the images that were drawn and compared
 
     @property
@@ -129,10 +129,10 @@ def measure_reference(
 ) -> Reference:
     """Measure the statistics of `real` and the real-data floor, or read both from the cache.
 
-    The real-data floor is the FID of real images in place of samples. With `others`, the function
-    draws up to `num_samples` images of `others` and scores them against all of `real`. Without
-    `others`, the function scores a part of `real` against other images of `real`. The part has at
-    most half of the images of `real`, and at most `num_samples` images.
+    The real-data floor is the FID of real images that are scored like samples. With `others`, the
+    function draws up to `num_samples` images of `others` and scores them against all of `real`.
+    Without `others`, it scores a part of `real` against the rest. The part has at most half of the
+    images of `real`, and at most `num_samples` images.
 
     An FID depends on the proportions of the classes. Therefore, the function draws images with the
     same labels as the samples, as far as possible. It draws `NUM_DRAWS` times from a pool of up to
@@ -264,7 +264,7 @@ def draw_by_labels(
 
     Args:
         labels: labels of the images in the pool.
-        wanted: number of images to draw with each label.
+        wanted: for each label, the number of images to draw with it.
         size: number of images to draw.
         number: random seed of the draw.
 

@@ -14,7 +14,7 @@ _GATHERED = {"32-true": None, "bf16-mixed": torch.bfloat16, "bf16-true": None}
 
 
 def network_blocks(network: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over the blocks of a network, which can be sharded or compiled separately.
+    """Iterate over the blocks of a network. Each block can be sharded or compiled on its own.
 
     The attribute `block_names` of a network lists the attributes that are blocks or ModuleLists of
     blocks. A network without `block_names` has no blocks.

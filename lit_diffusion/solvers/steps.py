@@ -133,16 +133,15 @@ def level_of(process: Process, t: Tensor) -> Tensor:
 def batch_of(t: Tensor, x: Tensor, until: Tensor | None = None) -> Tensor:
     """Repeat a time t (a scalar on the CPU) for each of B images x, as a tensor on their device.
 
-    The function fills a new tensor on the device instead of copying t, because the host would have
-    to wait for the copy. The result has an attribute `time`, which is the time as a Python number.
-    Code on the host can read this number without synchronizing with the device. The attribute
-    `until`, which `MeanFlow` needs, is the time at which a deterministic step from t ends, or None
-    if no deterministic step begins at t.
+    The result has two attributes, which the host can read without synchronizing with the device.
+    `time` is t as a Python number. `until`, which `MeanFlow` needs, is the time at which a
+    deterministic step from t ends, or None if no deterministic step begins at t.
 
     Example:
         >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))
         tensor([0.5000, 0.5000])
     """
+    # A copy of t to the device would make the host wait.
     batch = torch.full((len(x),), float(t), dtype=t.dtype, device=x.device)
     batch.time = float(t)  # type: ignore[attr-defined]
     batch.until = None if until is None else float(until)  # type: ignore[attr-defined]

@@ -35,8 +35,8 @@ class Consistency:
 
     Attributes:
         names: names of the models.
-        paper: mean PSNR between images of the first model and of each other model from the same
-            seeds, in dB (Eq. 1 of the paper).
+        paper: mean PSNR between the first model's images and the other models' images from the
+            same seeds, in dB (Eq. 1 of the paper).
         all_pairs: mean PSNR between images from the same seeds, over all pairs of models, in dB.
         pairs: (M, M) mean PSNR between images from the same seeds, for each pair of models, in dB.
         shuffled: mean PSNR between images of different models and different seeds, in dB.
