@@ -63,10 +63,10 @@ def noise_levels(module: Any, num_bins: int) -> NoiseLevels:
 def information_weight(levels: NoiseLevels) -> Tensor:
     """Compute the factors that convert squared errors of the velocity to information about x0.
 
-    For the best possible network, the factor times the squared error of the velocity is the change,
-    over a part of a bin, of the information that x_t has about x0. For any other network, this
-    product is the term of this part in the variational bound on the likelihood. The squared error
-    of the velocity is `1 + SNR` times the squared error of x0.
+    There is one factor for each part of each bin. For the best possible network, the factor times
+    the squared error of the velocity is the amount by which the information of x_t about x0 changes
+    over the part. For any other network, this product is the part's term in the variational bound
+    on the likelihood. The squared error of the velocity is `1 + SNR` times the squared error of x0.
 
     Args:
         levels: noise levels of the bins.
@@ -129,11 +129,11 @@ class InfoNoise(LossBasedDensity):
         gate    = r**3 / (r**3 + gate_sigma**3)        with r = sigma / alpha
         density = profile / (weight of the loss on the squared error of x0)
 
-    Without the gate, the profile would be too large at low noise levels, where the derivative of
-    the SNR is large, and where the errors of an unfinished network are far above the lowest
-    possible errors. The share of a noise level in the training objective is `density * weight`.
-    Because of the division by the weight, this share follows the profile. The losses have no
-    importance weights, so the training objective changes.
+    The share of a noise level in the training objective is `density * weight`. Because of the
+    division by the weight, this share follows the profile. The losses have no importance weights,
+    so the training objective changes. Without the gate, the profile would be too large at low noise
+    levels, where the derivative of the SNR is large, and where the errors of an unfinished network
+    are far above the lowest possible errors.
 
     Noise levels are sampled uniformly until each bin has `history` losses. The callback logs
     `info_noise/full`, the fraction of bins with `history` losses, and `info_noise/tv`, the total
@@ -146,8 +146,7 @@ class InfoNoise(LossBasedDensity):
     part of the density.
 
     The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. It
-    cannot be `MeanFlow`, whose losses are normalized and depend on two times. See
-    `LossBasedDensity` for other errors.
+    cannot be `MeanFlow`, whose losses are normalized and depend on two times.
 
     Args:
         num_bins: number of equal bins over u in [0, 1]. With fewer bins, all histories are full
@@ -161,14 +160,13 @@ class InfoNoise(LossBasedDensity):
     Raises:
         ValueError: if an argument is invalid. At fit start, the error is also raised if the module
             is `MeanFlow`, if its loss is not a `DenoisingLoss`, or if the weight of the loss is 0
-            in a bin.
+            in a bin. `LossBasedDensity` lists more errors.
 
     Source: Raya et al. 2026 (InfoNoise, arXiv 2602.18647), section 3.1. The profile, the gate and
-    the division by the weight are from this paper. We do not know the bins, the smoothing, the
-    warm-up and the time between updates that the authors use. Therefore, the mean over a history,
-    the update in every batch, and the uniform part of the density are our choices. The authors also
-    have a rule that computes `gate_sigma` from the profile. The result of this rule depends on the
-    lowest noise level of the bins, so here `gate_sigma` is an argument.
+    the division by the weight are from this paper. The bins, the mean over a history, the update in
+    every batch, and the uniform part of the density are our choices, because we do not know what
+    the authors use. The authors compute `gate_sigma` from the profile. The result of their rule
+    depends on the lowest noise level of the bins, so here `gate_sigma` is an argument.
 
     Example:
         >>> InfoNoise(num_bins=32).writes

@@ -35,7 +35,8 @@ class SaveOnSignal(AccumulationTracker, Callback):
     the validation that follows such a batch. The last batch of an epoch is not a safe point,
     because a run that is resumed from there would skip the hooks at the end of the epoch. All ranks
     save after the same step, even if only some of them receive the signal. Further signals have no
-    effect, with one exception: a second Ctrl-C before the save ends the process at once.
+    effect, except for a second Ctrl-C: it ends the process at once if the checkpoint is not saved
+    yet.
 
     If SLURM preempts the job, or sends the signal requested with `sbatch --signal=SIGUSR1`, rank 0
     asks SLURM to requeue the job. Lightning's own signal handlers are disabled, because they save
@@ -208,7 +209,7 @@ class _MaxReducer:
         return maximum
 
     def reduce(self, number: int) -> int:
-        """Return the maximum, over all ranks, of `number` and the number in the previous call.
+        """Return the maximum over all ranks and over the numbers of this and the previous call.
 
         This call waits for the other ranks. If there is only one rank, it returns `number`.
         """

@@ -94,7 +94,8 @@ class PerSampleNoise:
 
     Args:
         seeds: one integer per sample.
-        stream: name of the noise's purpose. Two streams with the same seed give different noise.
+        stream: what the noise is used for, such as "validation". For the same seed, two streams
+            give different noise.
 
     Attributes:
         generators: one generator per sample. If you pass them to a diffusers pipeline, the pipeline

@@ -38,7 +38,7 @@ class ImageGenerator:
     """A module on its device, ready to generate images.
 
     Attributes:
-        loaded: the module, and the file, step and weights (such as "ema") that it was loaded from.
+        loaded: the module and its source: file, step, and name of the weights (such as "ema").
         options: how to generate images.
         labels: class labels. Image i gets `labels[i % len(labels)]`. None derives each label from
             the seed of the image.
@@ -49,8 +49,8 @@ class ImageGenerator:
             noise.
         mask: (1, 1, h, w) float with the height and width of x0. It is 1 where `init` is preserved.
             None edits the whole image.
-        guided_by: for samples.json, the file, step and weights that the model of --weaker or
-            --classifier was loaded from. None without these options.
+        guided_by: source of the model of --weaker or --classifier, for samples.json. None without
+            these options.
     """
 
     loaded: LoadedModule
@@ -170,8 +170,8 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
     """Parse --labels, which has numbers or names of classes.
 
-    Usually, a class can be given by its label or by its name. If a name is a number but not the
-    label of its class, as for classes "3" and "5" with labels 0 and 1, only names are accepted.
+    Usually, a class can be given by its label or by its name. Only names are accepted if a name is
+    a number, but not the label of its class. For example, a class named "3" may have the label 0.
 
     Args:
         text: value of the option: numbers or names, separated by commas. -1 means no class.
@@ -242,10 +242,10 @@ def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
 def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
-    Arguments that are not set come from the solver in the checkpoint. If --solver names a different
-    class, the checkpoint determines only `steps`, `clip` and `times`, as far as the class has these
-    arguments. If --solver changes the class to DDPM without a variance, the variance is
-    `LearnedRange` if the loss trains it, and `FixedSmall` otherwise.
+    Arguments that are not set come from the solver in the checkpoint. If --solver names a class
+    different from the one in the checkpoint, only `steps`, `clip` and `times` come from the
+    checkpoint, if the new class has them. If the new class is DDPM and no variance is set, the
+    variance is `LearnedRange` for a loss that trains the variance, and `FixedSmall` otherwise.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)

@@ -106,8 +106,9 @@ def match_weights(
     Shapes may differ in axes of length 1.
 
     Returns:
-        The weights that fit, reshaped to the module's shapes, and a dictionary. The dictionary maps
-        what happens to weights, such as "copied" or "reshaped", to the names of these weights.
+        The weights that fit, reshaped to the module's shapes, and a dictionary. Its keys say
+        what happens to weights, such as "copied" or "reshaped". Its values list the names of these
+        weights.
     """
     comparable = [
         n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])

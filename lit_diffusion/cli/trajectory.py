@@ -64,8 +64,8 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
     """Write trajectory.png and trajectory.gif of the first of `num` images.
 
     Raises:
-        ValueError: if the module has no attribute `watch` for a function to call at each solver
-            step.
+        ValueError: if the module has no attribute `watch`, the function that the solver calls
+            before every step.
     """
     module: Any = generator.loaded.module
     if not hasattr(module, "watch"):

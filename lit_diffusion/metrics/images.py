@@ -133,8 +133,8 @@ def read_image(path: Path) -> Tensor:
     """Read a gray or RGB image file, with or without an alpha channel, as uint8 (C, H, W).
 
     Raises:
-        ValueError: if the file cannot be read, or if its color mode is not supported, such as a
-            palette.
+        ValueError: if the file cannot be read, or if it has a color mode other than gray or RGB,
+            with or without an alpha channel.
 
     Example:
         >>> read_image(Path("cat.png")).shape  # doctest: +SKIP
@@ -153,13 +153,13 @@ def read_image(path: Path) -> Tensor:
 class FolderImages(Dataset[Tensor]):
     """Dataset of the PNG and JPEG files in a folder and its subfolders, sorted by path.
 
-    An item is an image uint8 (C, H, W). C is 1 for gray and 3 for RGB images, plus 1 if there is an
+    An item is a uint8 image (C, H, W). C is 1 for gray and 3 for RGB images, plus 1 if there is an
     alpha channel. All images must have the same shape. Files with a name in `OVERVIEWS` are
     ignored, because `lit-diffusion sample` writes these overviews next to its samples.
 
     Raises:
-        ValueError: if there are no images. Reading an item raises the error if the file is
-            unreadable, or if its shape differs from the shape of the first image.
+        ValueError: if there are no images. An item raises this error if its file is unreadable, or
+            if its shape differs from the shape of the first image.
 
     Example:
         >>> FolderImages("samples")[0].shape  # doctest: +SKIP
@@ -187,7 +187,7 @@ class FolderImages(Dataset[Tensor]):
 
 
 def open_images(path: str | Path) -> Dataset[Any]:
-    """Open a folder of PNG and JPEG files, or an .npz file with an array uint8 (N, H, W, C).
+    """Open a folder of PNG and JPEG files, or an .npz file with a uint8 array (N, H, W, C).
 
     The name of the array must be `arr_0`, as in the samples and reference images that
     guided-diffusion publishes.
@@ -289,7 +289,7 @@ def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
     """Convert images to an `ImageSet`.
 
     Args:
-        source: a tensor uint8 (N, C, H, W), the path of a folder or .npz file, or an `ImageSet`.
+        source: a uint8 tensor (N, C, H, W), the path of a folder or .npz file, or an `ImageSet`.
         name: name of the image set if `source` is a tensor.
 
     Example:

@@ -27,8 +27,8 @@ def score_images(
     """Score images against real images, on one process.
 
     Args:
-        fake: images to score. They are a tensor uint8 (N, C, H, W), the path of a folder or .npz
-            file, or an `ImageSet`.
+        fake: images to score, as a uint8 tensor (N, C, H, W), as the path of a folder or .npz file,
+            or as an `ImageSet`.
         real: reference images, in one of the same forms.
         protocol: FID protocol with the feature extractor, which must also have a method `logits`
             for the inception score.

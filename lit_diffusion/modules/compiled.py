@@ -52,9 +52,9 @@ def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = Fals
     """Compile a network, or each of its blocks, in place. Compilation starts at the next call.
 
     Tensor sizes are constants of a compiled graph, unless `run_compiled` marks them as dynamic. By
-    default, torch would compile a slower graph with dynamic sizes as soon as a tensor has a second
-    size, and would use this graph from then on. The exact result of a step would then depend on the
-    sizes of earlier batches. Thus, a resumed fit could differ from an uninterrupted fit.
+    default, torch would compile a slower graph with dynamic sizes as soon as the size of a tensor
+    changes, and would use this graph from then on. The exact result of a step would then depend on
+    the sizes of earlier batches, so a resumed fit could differ from an uninterrupted fit.
 
     Args:
         network: the network.
@@ -107,9 +107,8 @@ def run_compiled_loss(
 ) -> Tensor:
     """Call `loss.per_sample` in training, compiled if the loss learns the variance.
 
-    Compilation helps because a loss that learns the variance otherwise launches more than 100
-    kernels. Torch compiles a graph for each batch size. The arguments after `loss` are the same as
-    in `protocols.Loss.per_sample`.
+    Torch compiles a graph for each batch size. The arguments after `loss` are the same as in
+    `protocols.Loss.per_sample`.
     """
     inputs = (loss, weighted_error, prediction, process, parameterization)
     if loss.output_factor == 1:

@@ -84,7 +84,7 @@ class DiffusionModule(LightningModule):
         optimizer: function that creates the optimizer from the parameters that require a gradient.
             If it returns torch's Adam, AdamW or SGD for parameters on a GPU, the module sets
             fused=True, unless the function has set `fused` or `foreach`. If it returns
-            `optimizers.MuonAdamW`, the module calls its method `attach`.
+            a `optimizers.MuonAdamW`, the module calls the optimizer's method `attach`.
         image_shape: (C, H, W) of x0. In a config of `lit-diffusion fit`, the value "data" takes the
             shape from the data module.
         num_classes: number of classes, short for `conditioning=ClassLabels(num_classes)`. In a
@@ -101,8 +101,8 @@ class DiffusionModule(LightningModule):
             the times of a batch; None means `Stratified()`.
         channels_last: whether network and images use torch's channels_last memory format, which
             can make convolutions faster.
-        compile: mode of `torch.compile` for the network during a fit, which includes its validation
-            and samples. A loss that learns the variance is compiled too. None compiles nothing. The
+        compile: mode of `torch.compile` for the network during a fit, including its validation and
+            samples. A loss that learns the variance is compiled too. None compiles nothing. The
             modes "reduce-overhead" and "max-autotune" use CUDA graphs for the network. Outside a
             fit, `compile` has no effect, because compilation would delay the first samples. To
             generate many samples faster, call `compile_network`. In a compiled network, dropout
@@ -521,7 +521,7 @@ class DiffusionModule(LightningModule):
         """Generate images uint8 (N, C, H, W) that equal given images where a mask is 1.
 
         The method samples with `solvers.editing.RePaint` instead of the module's solver. RePaint
-        uses `steps` and `times` of the module's solver, and its `variance` if it has one.
+        gets the `steps`, `times` and, if there is one, `variance` of the module's solver.
 
         Args:
             images: uint8 (N, C, H, W) images to preserve in part.

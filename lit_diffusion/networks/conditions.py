@@ -31,7 +31,7 @@ from lit_diffusion.protocols import Condition, check_positive, describe_conditio
 
 
 class ConditionKind(Protocol):
-    """Kind of condition (such as class labels), which builds the module that embeds conditions."""
+    """Kind of condition, such as class labels. It builds the module that embeds the conditions."""
 
     def embedding(self, width: int, /) -> nn.Module:
         """Build a module that maps a condition of B images to an `EmbeddedCondition`.
@@ -336,8 +336,7 @@ class TokenEmbedding(nn.Module):
 class WordEmbedding(nn.Module):
     """Learned embedding of words, plus their positions. A learned null token comes first.
 
-    The positions are sinusoids, so the network can distinguish "dark on bright" from "bright on
-    dark". Sinusoids work for texts of any length and have no parameters.
+    The positions are sinusoids, which work for texts of any length and have no parameters.
 
     Every negative id means no word. Ids >= `num_words` fail in torch's embedding lookup,
     with an IndexError on the CPU.

@@ -6,8 +6,8 @@
               +----------------------- middle_block ------------------------+
 
 Parameters have the names and shapes of improved-diffusion and guided-diffusion, so
-`load_state_dict` loads the checkpoints of these repositories. Two arguments of `UNet` have other
-names:
+`load_state_dict` loads the checkpoints of these repositories. Two arguments of `UNet` are named
+differently than in these repositories:
 
 * `attention_resolutions` lists resolutions in pixels, whereas `attention_downsample` of `UNet`
   lists downsampling factors. For images of 32x32 pixels, `attention_resolutions="16,8"` becomes
@@ -125,9 +125,8 @@ class Conv3x3(nn.Conv2d):
 def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Compute `conv(x)`. On CUDA, leave out the bias of a `Conv3x3`, and return it separately.
 
-    If the bias is left out, the next group norm adds it while reading the images. The group norm
-    also computes the gradient of the bias, from sums that it needs anyway. Leaving out the bias
-    therefore saves two passes over the images.
+    The next group norm adds the bias while it reads the images, and also computes the gradient of
+    the bias. This saves two passes over the images.
 
     Returns:
         For a `Conv3x3` on CUDA, the output without bias, and the bias (B, out_channels). Otherwise,
@@ -299,9 +298,9 @@ class ConditionedSequential(nn.ModuleList):
 class ZeroNullLabelEmbedding(LabelEmbedding):
     """Embedding of labels: a learned vector for each class, and zeros for no class.
 
-    A learned vector for no class is not necessary. The U-Net adds the embedding of a label to the
-    output of `time_embed`, whose learned bias can take the role of this vector. Without the vector,
-    the state_dict has the same keys and shapes as published checkpoints.
+    The label -1 ("no class") needs no learned vector, because the U-Net adds the embedding of a
+    label to the output of `time_embed`, which has a learned bias. Without this vector, the
+    state_dict has the same keys and shapes as published checkpoints.
 
     Example:
         >>> ZeroNullLabelEmbedding(10, width=4)(torch.tensor([-1])).vector.tolist()

@@ -194,8 +194,7 @@ def compute_pieces(
 def save_result(path: Path, result: Mapping[str, Any], note: str = "") -> None:
     """Write the arrays of a result to `path`.npz, and everything else to `path`.json.
 
-    Unless `note` is empty, it is stored in the JSON file. It should say how the result was
-    measured.
+    `note` says how the result was measured. Unless `note` is empty, the JSON file contains it.
     """
     arrays = {name: value for name, value in result.items() if isinstance(value, np.ndarray)}
     others = {name: value for name, value in result.items() if name not in arrays}

@@ -56,8 +56,8 @@ def claim_log(path: Path) -> IO[bytes] | None:
 def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
     """Run all jobs in parallel processes, and stop them if this process is interrupted or signaled.
 
-    If the environment does not set OMP_NUM_THREADS, each process gets the number of cores divided
-    by `at_once` as its value.
+    If OMP_NUM_THREADS is not set, it is set to the number of cores divided by `at_once` in each
+    process.
 
     Batch systems announce the end of their time limit with SIGUSR1. If this process gets a SIGUSR1,
     it sends a SIGUSR1 to the running processes, and waits until they end. If this process gets a
