@@ -127,10 +127,10 @@ class LossBasedDensity(TimestepWriter):
         uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
 
     Raises:
-        ValueError: if an argument is invalid. At fit start, the error is also raised if the module
-            lacks an attribute that the callback sets, or if the checkpoint has a different num_bins
-            or history. In a batch, the error is also raised if other code has set one of these
-            attributes, or if training_step does not return "u" and "per_sample_loss".
+        ValueError: if an argument is invalid. At fit start, also if the module lacks an attribute
+            that the callback sets, or if the checkpoint has a different num_bins or history. During
+            training, also if other code has set an attribute that the callback sets, or if
+            training_step does not return "u" and "per_sample_loss".
 
     Example:
         >>> class LastLoss(LossBasedDensity):
@@ -223,14 +223,14 @@ class LossBasedDensity(TimestepWriter):
         self._state, self._is_loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget an earlier checkpoint. After this hook, Lightning may load a new checkpoint."""
+        """Record that no checkpoint is loaded yet. Lightning may load one after this hook."""
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start with an empty history, unless there is an earlier one to continue.
 
-        The callback continues a history from the checkpoint, or from the last fit of the same
-        module.
+        The callback continues the history in the checkpoint. Without a checkpoint, it continues the
+        history of its last fit if that fit trained the same module.
         """
         super().on_fit_start(trainer, pl_module)
         if not self._is_loaded and (trainer.ckpt_path is not None or pl_module is not self._module):

@@ -42,9 +42,9 @@ class SignalRecorder:
 
     Processes that are forked while signals are recorded, such as DataLoader workers, block these
     signals. Otherwise, a signal that a batch system sends to all processes of a job would kill the
-    workers, and their death would end the run. A forked process still ends if its parent sends it
-    SIGTERM. Workers that are spawned (see `multiprocessing_context` of DataLoader) do not block the
-    signals.
+    workers, and their death would end the run. Only a SIGTERM from the parent process still ends a
+    forked process. Workers that are spawned (see `multiprocessing_context` of DataLoader) do not
+    block the signals.
 
     Args:
         signals: signals to record.

@@ -33,11 +33,10 @@ class SelfTeacher(nn.Module):
     levels, which is our choice.
 
     The averaged weights are part of the state_dict, which makes a checkpoint larger by the size of
-    the network. They are updated once after each optimizer step, whatever the number of accumulated
-    batches. In the first step of a fit that does not resume, the teacher equals the network. The
-    forward pass of the teacher ends at `block`, runs in eval mode, and is not compiled. The average
-    has the dtype of the weights, so use bf16-mixed instead of bf16-true, in which small updates
-    would be rounded to 0.
+    the network. They are updated once after each optimizer step. In the first step of a new fit,
+    the teacher equals the network. The forward pass of the teacher ends at `block`, runs in eval
+    mode, and is not compiled. The average has the dtype of the weights. Therefore, use bf16-mixed
+    instead of bf16-true, in which small updates would be rounded to 0.
 
     Args:
         block: name of the teacher's block, such as "blocks.19". For SiT-XL with 28 blocks, the code

@@ -22,7 +22,7 @@ KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-une
 
 
 def build_parser(name: str = "") -> Parser:
-    """Build the parser of `convert export`, `convert import` or, without a name, `convert`."""
+    """Build the parser of `convert`, or of its subcommand `name` ("export" or "import")."""
     builders = {"export": _export_parser, "import": _import_parser}
     return builders[name]() if name in builders else Parser("convert", DESCRIPTION)
 

@@ -45,10 +45,9 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
 
     The weights in a new last.ckpt may already have diverged. Therefore, the previous last.ckpt is
     preserved as before-last.ckpt until a batch has a finite loss with the new weights. On a GPU,
-    the loss is read only at logging steps. If there is no logging step before the next save, a
-    different criterion applies: the new weights have not diverged if FiniteUpdates has skipped no
-    update with them. The new last.ckpt then becomes before-last.ckpt at the next save. If a
-    non-finite loss or gradient ends the run, before-last.ckpt replaces last.ckpt.
+    the loss is read only at logging steps. If there is no logging step between two saves, the
+    second save replaces before-last.ckpt only if FiniteUpdates has skipped no update since the
+    first save. If a non-finite loss or gradient ends the run, before-last.ckpt replaces last.ckpt.
 
     Args:
         folder: folder of last.ckpt.

@@ -117,8 +117,8 @@ def real_images(
 def protocol_of_run(checkpoint: str | None) -> str:
     """Name of a run's FID protocol, from its last evaluation or else from its config.
 
-    If the user trained the feature extractor, the result is the path of the extractor's copy in the
-    run folder. It is never a path outside the run folder.
+    If the user trained the feature extractor, the name is the path of the extractor's copy in the
+    run folder, and never a path outside the run folder.
 
     Raises:
         ValueError: if the run has no evaluations, and the extractor in its config cannot be found.

@@ -15,8 +15,7 @@ FLAGS = ("--print", "--debug")
 def shipped_configs() -> Path:
     """Return the folder of the configs that are installed with the package.
 
-    The folder is `configs/` in a checkout, and `lit_diffusion/configs/` in an installed wheel. Both
-    have the same parent folder as the package `lit_diffusion.callbacks`.
+    The folder is `configs/` in a checkout, and `lit_diffusion/configs/` in an installed wheel.
 
     Example:
         >>> (shipped_configs() / "digits.yaml").exists()

@@ -83,9 +83,9 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
 def model_config(spec: Json) -> Json:
     """Return a config of an imported network, to be added to a config with all other settings.
 
-    The returned config sets all arguments of the network, even arguments with default values, in
-    order to override all arguments in the other config. The returned config also sets the number of
-    classes. If the network supports only one image size, it also sets the image shape.
+    The returned config contains all arguments of the network, even arguments with default values,
+    so that no argument of the other config remains. It also contains the number of classes, and the
+    image shape if the network supports only one image size.
 
     Args:
         spec: the result of `convert`.

@@ -202,8 +202,7 @@ def stage_widths(side: int) -> tuple[int, ...]:
     """Choose the widths of the stages of a `SmallClassifier` for images of `side` x `side` pixels.
 
     The poolings between the stages halve the side of the feature map until it is between 4 and 7
-    pixels. However, there are at least two poolings, which reduce the side of images of 4 to 15
-    pixels to between 1 and 3 pixels.
+    pixels. Images of 4 to 15 pixels have two poolings, after which the side is 1 to 3 pixels.
 
     Example:
         >>> stage_widths(8), stage_widths(64)

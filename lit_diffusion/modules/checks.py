@@ -221,7 +221,7 @@ def check_data(
 
 
 def codec_record(codec: Codec) -> dict[str, Any]:
-    """Return the checkpoint entry that identifies a codec's weights; {} without weights.
+    """Return the checkpoint entry that identifies a codec's weights; {} if it has none.
 
     Example:
         >>> from lit_diffusion.codecs import PixelCodec
@@ -233,7 +233,7 @@ def codec_record(codec: Codec) -> dict[str, Any]:
 
 
 def check_codec(codec: Codec, checkpoint: Mapping[str, Any]) -> None:
-    """Raise ValueError if the checkpoint comes from a run whose codec had different weights."""
+    """Raise ValueError if `codec` has different weights than the codec of the checkpoint's run."""
     saved = checkpoint.get("codec")
     if isinstance(saved, Mapping) and (theirs := saved.get("sha256")) != _sha256(codec):
         raise ValueError(
@@ -301,7 +301,7 @@ def _describe(value: object) -> str:
 
 
 def unused_classes(data: object) -> str | None:
-    """Return a hint that an unconditional model ignores classes of the data; None without classes.
+    """Return a hint that an unconditional model ignores the data's classes; None if there are none.
 
     Args:
         data: a data module.

@@ -1,4 +1,4 @@
-"""Build and start the run that the doctor examines, with the code of `fit`, on one process."""
+"""Build and start a fit on one process, which `lit-diffusion doctor` examines."""
 
 import math
 import time

@@ -94,9 +94,8 @@ class Comparison:
         """Whether an arm cannot win, regardless of its speed.
 
         An arm cannot win if one of its seeds missed the target or ended without a finite FID. It
-        also cannot win if its lowest FID (median over seeds) is above the lowest FID of the
-        baseline. The second condition matters if a seed of the baseline failed, because the default
-        target is then easy to reach.
+        also cannot win if its lowest FID is above the lowest FID of the baseline (both are medians
+        over seeds).
         """
         reached_by_all = result.num_reached == len(result.crossings)
         return not reached_by_all or result.arm.nonfinite_ends > 0 or self.ends_higher(result)
@@ -111,8 +110,8 @@ class Comparison:
     def best(self) -> Result:
         """The fastest winner.
 
-        If no arm wins, this is the fastest arm that can win. If no arm can win, it is the fastest
-        of all arms.
+        If there is no winner, this is the fastest arm that does not fall short. If all arms fall
+        short, this is the fastest arm.
         """
         return (self.winners or sorted(self.results, key=self.falls_short))[0]
 
@@ -128,9 +127,9 @@ def compare(
 
     The default target is the lowest FID that every seed of the baseline reached. The mean final FID
     of the baseline would be a worse target, because about half of the baseline's seeds miss it. In
-    simulations, the 95% interval of the speed-up contains the true speed-up in 95% of cases with
-    the default target. With the mean final FID, the interval contains it less often and is biased
-    toward 1.
+    simulations with the default target, the 95% interval of the speed-up contains the true speed-up
+    in 95% of cases. With the mean final FID as the target, the interval contains the true speed-up
+    less often and is biased toward 1.
 
     Args:
         arms: arms to compare, including the baseline.
@@ -238,8 +237,8 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
 
     Returns:
         The changed arms. None if the numbers of images are unknown, or if all arms use the same
-        number of images per step. If they do, a comparison by images would equal a comparison
-        by steps.
+        number of images per step. In the second case, a comparison by images would equal a
+        comparison by steps.
     """
     rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
     if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):
@@ -251,7 +250,7 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
 
 
 def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
-    """Replace the FIDs of arms with another metric, or with NaN where it was not measured.
+    """Replace the FIDs of arms with the metric `name`, or with NaN where `name` is missing.
 
     The result leaves out arms that have a seed without a finite value of the metric.
     """

@@ -127,14 +127,14 @@ def _fid_callbacks(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
-    """Raise ValueError if the module, or its number of evaluations per sample, is too large.
+    """Raise ValueError if the module is too large, or evaluates its network too often per sample.
 
-    An evaluation is one image that passes through the network. Classifier-free guidance passes two
-    images per step. The size of the module does not include the auxiliary loss, because
-    sampling does not use it.
+    The function builds the module and generates one sample. One evaluation is a forward pass of
+    the network with one image. A step with classifier-free guidance needs two evaluations. The size
+    of the module does not include the auxiliary loss, because sampling does not use it.
 
     Args:
-        model: class path and arguments of the module, which is built and generates one sample.
+        model: class path and arguments of the module.
         trust: packages and folders whose classes may be built.
     """
     from lightning.pytorch import LightningModule
@@ -166,7 +166,7 @@ def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
 
 
 def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
-    """Return the curve of a score, which is 1 when a run has just reached all targets.
+    """Return the score of a run at each evaluation. At 1 or less, the run reaches all targets.
 
     Each distance, such as the FID, is divided by its target. The score is the largest ratio.
 
