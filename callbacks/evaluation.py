@@ -158,10 +158,8 @@ class PeriodicEvaluation(Callback, ABC):
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure, and log the metrics at the logger step of the last optimizer step.
 
-        This method passes the metrics directly to the loggers. `pl_module.log` would log them at
-        the next logging step instead (see `log_every_n_steps`). Of several measurements before that
-        step, only the last would be logged, and it would be logged again at later logging steps. If
-        the run were saved and ended before that step, the measurements would be lost.
+        This method passes the metrics directly to the loggers. `pl_module.log` would log them only
+        at the next logging step (see `log_every_n_steps`), and could lose measurements.
         """
         metrics = self.measure(trainer, pl_module)
         for logger in trainer.loggers if metrics else ():
@@ -183,9 +181,10 @@ def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
     """Context for evaluating a module during training, without side effects on training.
 
     Inside the context, the module is in eval mode, gradients are disabled, and the Trainer's
-    precision applies. At the end, the states of the random generators are restored. The context
-    uses `torch.no_grad`, because training could not use tensors that the module caches under
-    `torch.inference_mode`.
+    precision applies. At the end, the states of the random generators are restored.
+
+    The context uses `torch.no_grad`. With `torch.inference_mode`, the module could cache inference
+    tensors, which raise errors in training.
     """
     with (
         isolate_rng(),

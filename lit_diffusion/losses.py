@@ -4,9 +4,9 @@
 from a weighting. Then it passes the product to a loss, which may add terms.
 
 The docstrings of the weightings, except `Simple`, describe the weight W on the squared error of x0,
-because W does not depend on the parameterization. The methods `weight` return the weight on the
-squared error of the output, which is `W * output_scale**2`. Both weights give the same loss,
-because every parameterization has the form
+because W does not depend on the parameterization. The method `weight` of a weighting returns the
+weight on the squared error of the output, which is `W * output_scale**2`. Both weights give the
+same loss, because every parameterization has the form
 `x0 = (terms without the output) +- output_scale * output`. The SNR is `(alpha / sigma)**2`.
 """
 
@@ -85,8 +85,8 @@ class P2:
     Args:
         gamma: exponent of the denominator. A larger gamma gives nearly clean images less weight.
             The authors use 0.5 and 1. With 0, W equals the SNR.
-        k: W is about proportional to the SNR while the SNR is far below k. Above k, it grows more
-            slowly.
+        k: SNR above which W grows more slowly than the SNR. Far below k, W is about
+            proportional to the SNR.
 
     Source: Choi et al. 2022 (P2 weighting, arXiv 2204.00227), Eq. 8.
 
@@ -215,9 +215,8 @@ class FDMWarmup:
 
     Args:
         base: the weighting whose W is bounded. FDM uses `Simple`.
-        warmup_steps: number of optimizer steps in which W is bounded. For CIFAR-10, the authors use
-            200 with EDM and 400 with VP and VE. For FFHQ, they use 800 with EDM and 400 with VP and
-            VE. For AFHQ, they use 400.
+        warmup_steps: number of optimizer steps in which W is bounded. The authors use 400, except
+            with EDM on CIFAR-10 (200) and on FFHQ (800).
 
     Raises:
         ValueError: if warmup_steps < 1.
@@ -349,9 +348,10 @@ class HybridLoss:
 
     L_simple is the loss of `DenoisingLoss`, and L_vlb is the variational bound. For images with C
     channels, the network outputs 2C channels. The first C channels are the output that the
-    parameterization defines. The other C channels are values r, mostly in [-1, 1], which set the
-    reverse variance: the `frac` of `LearnedRange` is `(r + 1) / 2`. L_vlb trains only the values r,
-    because L_vlb detaches the first C channels. The process must have discrete steps.
+    parameterization defines. The other C channels are values r, mostly in [-1, 1]. They set the
+    variance of the reverse step: `(r + 1) / 2` is the argument `frac` of `LearnedRange`. L_vlb
+    trains only the values r, because the first C channels are detached in it. The process must have
+    discrete steps.
 
     Args:
         weighting: factor on the squared error in L_simple. The weighting does not affect L_vlb.

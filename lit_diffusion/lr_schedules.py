@@ -66,9 +66,9 @@ class WarmupLinear(WarmupConstant):
         total_steps: number of optimizer steps of the whole run, including the warm-up. If None,
             `DiffusionModule` sets it to the length of the fit.
         warmup_steps: number of optimizer steps in the warm-up.
-        final_factor: ratio of the final lr to the peak lr. Steps are counted from 0, so the last
-            step of the run is `total_steps - 1`. The schedule would reach the final lr one step
-            later.
+        final_factor: ratio of the final lr to the peak lr. The schedule would reach the final lr at
+            step `total_steps`. This is one step after the last step of the run, because steps are
+            counted from 0.
 
     Raises:
         ValueError: if total_steps <= warmup_steps.

@@ -32,9 +32,9 @@ def feature_grid(output: Tensor, network: nn.Module) -> Tensor:
     Args:
         output: (B, D, h, w) feature map, or (B, L, D) tokens. Tokens of conditions, which the
             network puts before or after the tokens of the patches, are left out.
-        network: network of the block. Its attribute `side` is the number of patches along a side,
-            and `num_prefix` the number of tokens before them. Without `side`, all tokens are
-            patches.
+        network: network that contains the block. Its attribute `side` is the number of patches
+            along one side of the image, and its attribute `num_prefix` is the number of tokens
+            before the patches. Without `side`, all tokens are patches.
 
     Returns:
         (B, h, w, D) features.

@@ -181,8 +181,8 @@ def reconstruct_average(
 ) -> dict[str, Tensor]:
     """Reconstruct the average with a given relative width after `step` updates.
 
-    The result is a linear combination of averages with other widths. Some of them are averages
-    after `step` updates. The others are from snapshots that were written earlier.
+    The result is a linear combination of averages with other widths: the averages after `step`
+    updates, and the averages in earlier snapshots.
 
     Args:
         folder: folder of the snapshots.

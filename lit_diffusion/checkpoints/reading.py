@@ -47,9 +47,9 @@ def read_checkpoint(
     Args:
         path: path of the checkpoint. It is a file, or a folder to which each rank has written its
             shards of the tensors.
-        shapes_only: whether the caller needs only the shapes of tensors. If True, the function
-            memory-maps the tensors of a file, where the format of the file allows this. For a
-            folder, tensors are replaced by zeros that take no memory.
+        shapes_only: whether the caller needs only the shapes of tensors. Reading then needs less
+            memory: a file is memory-mapped if its format allows this, and the tensors of a folder
+            are replaced by zeros.
         parameters: sharded parameters (DTensor) of the module, by name; only for folders. The
             weights, averages and optimizer state of a parameter are then sharded in the same way as
             the parameter, and all ranks must call this function. None reads whole tensors.

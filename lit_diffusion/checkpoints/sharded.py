@@ -189,8 +189,8 @@ def fill(
         folder: folder of the checkpoint.
         shapes_only: whether to load zeros, which take no memory, instead of the data.
         parameters: sharded parameters (DTensor) by name. The weights, averages and optimizer state
-            of a parameter are sharded in the same way as the parameter, and all ranks must call
-            this function. None reads whole tensors.
+            of a parameter are then sharded in the same way as the parameter, and all ranks must
+            call this function. None reads whole tensors.
     """
     reader = _Reader(folder)
     tensors: dict[str, Tensor] = {}

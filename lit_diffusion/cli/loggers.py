@@ -23,10 +23,9 @@ class AppendingCSVLogger(Logger):
 
     A row is in the file when `log_metrics` returns. New metrics become new columns at the right.
 
-    When a run resumes at a step, `rewind` deletes the rows of later steps. If `rewind` is not
-    called, the run is assumed to resume at the step of the first row that is logged. Rows of the
-    step of the resume, and rows written by `log_ahead`, are replaced when their metrics are logged
-    again. In contrast, Lightning's CSVLogger deletes an existing file.
+    When a run resumes at a step, `rewind` deletes the rows of later steps. If `rewind` was not
+    called before, the first `log_metrics` calls it with its own step. Rows of the step at which the
+    run resumes are replaced when their metrics are logged again, and so are rows of `log_ahead`.
 
     Args:
         save_dir: folder of the run, created with the first row.
@@ -56,7 +55,7 @@ class AppendingCSVLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append a row. As in Lightning, `step` counts batches that ended an optimizer step."""
+        """Append a row. As in Lightning, `step` is the number of batches with an optimizer step."""
         row = _to_row(metrics, step)
         if self._columns is None:
             self.rewind(_row_step(row))

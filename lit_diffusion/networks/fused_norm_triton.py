@@ -4,11 +4,11 @@ This file needs Triton. Therefore, `fused_norm` imports it only when it gets the
 
 Each Triton program handles all P pixels of one image in one or more groups of channels. It passes
 over the pixels twice. The first pass computes sums over the pixels, and the second pass computes
-the output. The second pass runs in reverse order, so it mostly finds the pixels in the caches, and
-the kernel reads device memory about once. In channels_last format, a program handles at least 32
-adjacent channels where the groups allow it, because the GPU reads memory at full speed only in
-units of 64 bytes or more. In contiguous format, this minimum is not necessary, because the pixels
-of a channel are adjacent.
+the output. The second pass runs in reverse order, so it finds most of the pixels in the caches.
+
+In channels_last format, a program handles at least 32 adjacent channels where the groups allow it,
+because the GPU reads memory at full speed only in units of 64 bytes or more. In contiguous format,
+this minimum is not necessary, because the pixels of a channel are adjacent.
 
 The kernels use neither atomic operations nor autotuning. Therefore, the same input gives
 bit-identical output.
@@ -45,10 +45,10 @@ class GroupNormSiLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients with respect to tensors, and None for the other arguments.
+        """Return one value per argument of `forward`.
 
-        The tensors that `forward` takes are x, weight, bias, scale, shift and offset. The other
-        arguments of `forward` are num_groups, eps and silu.
+        For x, weight, bias, scale, shift and offset, the value is the gradient. For num_groups,
+        eps and silu, it is None.
         """
         *inputs, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True

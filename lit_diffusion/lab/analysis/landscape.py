@@ -102,8 +102,8 @@ def principal_plane(
     """Compute the first two principal directions of `states` around `center`.
 
     Returns:
-        The two directions, and the fraction of the squared distances from the center that lies in
-        their plane.
+        The two directions, and the fraction of the variance of `states` around `center` that these
+        directions explain.
 
     Raises:
         ValueError: if fewer than two states differ from the center and from each other.
@@ -230,8 +230,9 @@ def plot_landscape(
 def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:
     """Restrict a direction to the weights of the network that minimizes a loss.
 
-    The two networks of a GAN have opposing losses. Along a direction that changes both networks,
-    neither loss has its minimum at the center.
+    This is needed for GANs, whose two networks have opposing losses. Along a direction that changes
+    both networks, neither loss would have its minimum at the center. If a loss trains the whole
+    module, the direction is returned unchanged.
     """
     if network_of_loss(module, loss) is None:
         return direction

@@ -151,9 +151,9 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """Format the FID at which a speed-up is measured, as in " to 0.306". Return "" for the target.
+    """Format the FID at which a speed-up is measured, as in " to 0.306", or as "" for the target.
 
-    If the FID and the target differ but are equal after rounding, the result has more digits and
+    If the FID differs from the target but rounds to the same number, the result has more digits and
     also contains the target, as in " to 0.2693, not 0.2691".
     """
     if result.at == comparison.target:
