@@ -85,9 +85,9 @@ def clts_density(
 
     The argument `normalize` selects how to mix the two densities. "truncate" first normalizes the
     Gaussian over the bins, so that gamma is the fraction of samples from the Gaussian. "mix" adds
-    the Gaussian of Eq. 7 without this normalization, and then normalizes the sum. With "mix", the
-    fraction of samples from the Gaussian is below gamma, because a part of the Gaussian is outside
-    [0, 1]. With the default mean and std, only 38% of the Gaussian is inside.
+    the two densities without this normalization, as in Eq. 7, and normalizes the sum. With "mix",
+    the fraction of samples from the Gaussian is below gamma, because a part of the Gaussian is
+    outside [0, 1]. With the default mean and std, only 38% of the Gaussian is inside.
 
     Args:
         step: optimizer steps completed.
@@ -138,10 +138,7 @@ class _Curriculum(TimestepWriter):
         )
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """Return the progress as `clts/gamma`, and the distance to uniform as `clts/tv`.
-
-        This distance is the total variation between the curriculum's density and the uniform one.
-        """
+        """Return `clts/gamma` (progress) and `clts/tv` (total variation distance to uniform)."""
         return {
             "clts/gamma": clts_gamma(step, self.num_steps),
             "clts/tv": total_variation(self.density_at(step, device)),
@@ -157,10 +154,10 @@ class TimestepCurriculum(_Curriculum):
     continues exactly without saved state. The loss is not reweighted, so the training objective
     changes.
 
-    The callback logs `clts/gamma`, the progress of the curriculum, and `clts/tv`, the total
-    variation between its density and the uniform density. With the default arguments, `clts/tv` is
-    at most 0.028. This means that at most 2.8% of the samples (3.5 in a batch of 128) get a
-    different noise level than with uniform sampling.
+    The callback logs the progress of the curriculum as `clts/gamma`. It logs the total variation
+    distance between the curriculum's density and the uniform density as `clts/tv`. With the default
+    arguments, `clts/tv` is at most 0.028. This means that at most 2.8% of the samples (3.5 in a
+    batch of 128) get a different noise level than with uniform sampling.
 
     `trainer.global_step` counts optimizer steps. With gradient accumulation, it therefore rises
     less often than once per batch. In manual optimization, it counts every step of every optimizer.
@@ -223,8 +220,8 @@ class ImportanceWeightedCurriculum(_Curriculum):
     The module samples noise levels from p, the `clts_density` of the step. The loss at a noise
     level in bin i is divided by `num_bins * p[i]`. The expected gradients are therefore the same as
     with uniformly sampled noise levels. If `TimestepCurriculum` gives a better model than this
-    control, the reason is the changed objective. The arguments are described in the docstring of
-    `TimestepCurriculum`. The Gaussian must be wide enough that no bin has probability 0.
+    control, the reason is the changed objective. The Gaussian must be wide enough that no bin
+    has probability 0. The docstring of `TimestepCurriculum` describes the arguments.
 
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)

@@ -89,9 +89,8 @@ def ema_update_(
 ) -> None:
     """Update averages in place: `shadow = decay * shadow + (1 - decay) * params`.
 
-    The update is computed with `torch.lerp`. If an average equals the weights, lerp does not change
-    the average. The formula `decay * shadow + (1 - decay) * params` would change it by rounding
-    errors. Weights are first converted to the device and dtype of their averages. If a tensor is
+    The update is computed with `torch.lerp`, which does not change an average that equals the
+    weights. Weights are first converted to the device and dtype of their averages. If a tensor is
     split over ranks (a DTensor), each rank updates the part that it stores.
 
     Args:
@@ -258,8 +257,8 @@ class EMA(pl.Callback):
       Shared parameters are averaged once. If a parameter is unfrozen or added during training, its
       average starts then.
     - Steps are counted for each optimizer, so each network of a GAN is averaged at the steps of its
-      own optimizer. Neither batches that only accumulate gradients nor updates that a GradScaler
-      skips count as steps.
+      own optimizer. A batch that only accumulates gradients is not counted, nor is an update that
+      a GradScaler skips.
     - Validation, test and predict use the averages with the first decay, and swap the raw weights
       back in when they end. Inside the context `weights(name)`, they use the weights called `name`
       instead. Before the first update of the averages, the raw weights are used everywhere.

@@ -59,9 +59,9 @@ class FIDEvaluation(PeriodicEvaluation):
       float32. The evaluation does not change the training.
     - Metrics: the callback logs the FID as `val/fid_<num_samples>`. It also logs a floor as
       `val/fid_<num_samples>_floor`. The floor is the FID of real images that replace the samples.
-      If the data have enough images, the floor uses as many real images as there are samples, with
-      the same labels. If the data have a test split, `trainer.test` logs `test/fid_<num_samples>`.
-      If `weights` is not "ema", the metric names contain the name of the weights.
+      If the data have enough images, there are as many real images as samples, with the labels of
+      the samples. If the data have a test split, `trainer.test` logs `test/fid_<num_samples>`. If
+      `weights` is not "ema", the metric names contain the name of the weights.
     - Files: each evaluation appends one line to `evaluations.jsonl` in the run folder. The line has
       the FID and all settings under which it was computed. The checkpoint with the best FID is
       `checkpoints/best-fid.ckpt` in the same folder.
@@ -69,8 +69,7 @@ class FIDEvaluation(PeriodicEvaluation):
       logger's version directory, or `default_root_dir` if there is no logger. A new run raises an
       error if `evaluations.jsonl` in this folder has evaluations of another run.
     - With `every_n_steps`, the FID is sent to the loggers only. `ModelCheckpoint(monitor=...)`
-      cannot use this FID, because ModelCheckpoint would rank the weights at a validation by an FID
-      from an earlier step.
+      cannot use this FID, because at a validation, the last FID may come from an earlier step.
     - Auxiliary metrics: the callback computes more metrics of the same samples, and writes them to
       `evaluations.jsonl` under the key `second_look`. These metrics include Frechet distances
       between samples and real images, in pixels and in the features of an untrained network. If

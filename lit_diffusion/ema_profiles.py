@@ -77,9 +77,7 @@ def coefficients(
 
     Returns:
         A pair: the N factors as a float64 tensor, and the relative error
-        `|sum_i x_i * p_i - p| / |p|`. The error is 0 if `p` is one of the `p_i`. For example, the
-        error is about 0.1 with a single snapshot from the step of the target average, if the
-        relative width of the snapshot is 12.5% above or below the relative width of the target.
+        `|sum_i x_i * p_i - p| / |p|`. The error is 0 if `p` is one of the `p_i`.
 
     Raises:
         ValueError: if there are no snapshots, or if `step` is after the last snapshot.

@@ -128,12 +128,12 @@ def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None
 def replace(source: Path, target: Path) -> None:
     """Rename `source` to `target`, and replace a file or checkpoint folder that exists there.
 
-    `os.replace` cannot replace a folder that has content. Therefore, an old checkpoint folder at
-    `target` is first renamed. Then, `source` is renamed to `target`, and the old folder is deleted.
-    If the process is killed between the two renames, `path_after_replace` returns the old folder.
+    An old checkpoint folder at `target` is first renamed. Then, `source` is renamed to `target`,
+    and the old folder is deleted. If the process is killed between the two renames,
+    `path_after_replace` returns the old folder.
 
     Raises:
-        OSError: if `target` is a folder with content that is not a checkpoint. In this case, the
+        OSError: if `target` is a folder that is neither empty nor a checkpoint. In this case, the
             folder is not changed.
 
     Example:

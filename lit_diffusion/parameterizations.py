@@ -267,13 +267,13 @@ class FDM:
 class ContrastCorrection:
     """Undoes the bias of `auxiliary_losses.ContrastiveFlow` when x0 is estimated.
 
-    The network outputs what `base` defines, plus the bias. To remove the bias, this class replaces
-    the network's output, before `base` estimates x0 from it, with
+    The network outputs what `base` defines, plus the bias. Before `base` estimates x0 from the
+    output, this class removes the bias: it replaces the output with
 
         (1 - weight) * output + weight * base.target(mean, noise=0, alpha, sigma).
 
-    The training target is the target of the base, so this class matters only where x0 is estimated.
-    Therefore, you can add it to a trained network, or remove it, before you sample.
+    The correction changes the estimate of x0, but not the training target. You can therefore add
+    the correction to a trained network, or remove it, before you sample.
 
     At the optimum, the corrected model equals a model that was trained without the contrastive
     term. The formula for the corrected output holds if the target is linear in x0 and noise, as the

@@ -199,11 +199,7 @@ class Process(Protocol):
 
 
 class Network(Protocol):
-    """An nn.Module that maps noisy images to the output that a `Parameterization` defines.
-
-    Modules annotate their argument `network` with nn.Module instead of this protocol, because
-    jsonargparse requires it.
-    """
+    """An nn.Module that maps noisy images to the output that a `Parameterization` defines."""
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Any, /) -> Tensor:
         """Compute the network's output.

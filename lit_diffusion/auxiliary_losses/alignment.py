@@ -53,8 +53,8 @@ class RepresentationAlignment(nn.Module):
             stops the term at step 250,000, for SiT-XL on ImageNet.
 
     Raises:
-        ValueError: if an argument is out of range. In training, also if `width` is not the number
-            of features of the block.
+        ValueError: if an argument is out of range. In training, the error is also raised if `width`
+            is not the number of features of the block.
 
     Source: Yu et al. 2024 (REPA, arXiv 2410.06940), section 3; Jiang et al. 2025 (SRA, arXiv
         2505.02831); Wang et al. 2025 (HASTE, arXiv 2505.16792) for `until_step`.

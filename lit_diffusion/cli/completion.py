@@ -1,8 +1,7 @@
 """`lit-diffusion completion`: completion of commands, options and settings in a shell.
 
 The shell calls `lit-diffusion completion --line TEXT` when the user presses TAB. The command
-imports neither torch nor jsonargparse, so it is as fast as `--help`. A static completion script,
-such as shtab generates, could not complete the settings of a config named on the command line.
+imports neither torch nor jsonargparse, so it is as fast as `--help`.
 """
 
 import os

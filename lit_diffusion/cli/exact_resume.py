@@ -67,9 +67,9 @@ class ExactResume(AccumulationTracker, Callback):
     checkpoint's step are on disk before the checkpoint is written, and a resume deletes the rows of
     later steps. Training images are counted correctly even if a resume changes the batch size.
 
-    If a callback other than `LastCheckpoint` saves a checkpoint, a resume from it may be inexact.
-    `ExactResume` then marks the checkpoint. A marked checkpoint can still be used for sampling. A
-    checkpoint is marked in these cases:
+    A resume from a checkpoint that a callback other than `LastCheckpoint` has saved may be inexact.
+    `ExactResume` marks such checkpoints, and you can still sample from them. A checkpoint is marked
+    in these cases:
 
     - The checkpoint was saved while gradients were being accumulated. It lacks these gradients, so
       a resume from it raises an error.
@@ -78,9 +78,8 @@ class ExactResume(AccumulationTracker, Callback):
     - The checkpoint was saved at the end of an epoch. A resume from it prints a warning, because
       Lightning then counts a step twice in its logs.
 
-    List this callback after GradientAccumulationScheduler. The reason is that this callback changes
-    the number of accumulated batches in `on_train_start`, and the scheduler's `on_train_start`
-    raises an error if this number is not 1.
+    List this callback after GradientAccumulationScheduler. Otherwise, the scheduler raises an error
+    at the start of training, because this callback has changed the number of accumulated batches.
 
     Attributes:
         image_count: how many training images the fit has used, for `count_training_images`.

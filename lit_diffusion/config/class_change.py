@@ -12,9 +12,9 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     """Remove the arguments of `previous`, in place, if `spec` names a different class.
 
     jsonargparse alone would keep each argument that the new class also has. For example, it would
-    pass the time grid of the earlier solver to the new solver. Two paths of the same class count as
-    the same class. The arguments also stay if the earlier class is an nn.Module and `spec` names a
-    subclass of it, such as `MeanFlow` after `DiffusionModule`.
+    pass the time grid of the earlier solver to the new solver. Two import paths of one class count
+    as the same class. Arguments of an nn.Module stay if `spec` names a subclass of it, such as
+    `MeanFlow` after `DiffusionModule`.
 
     Args:
         previous: class path and arguments in the earlier configs and options; None if there are

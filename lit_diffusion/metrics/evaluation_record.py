@@ -87,8 +87,8 @@ class FIDRecord:
 def is_repeat(record: Mapping[str, Any]) -> bool:
     """Return whether a record evaluates a step again, with different samples.
 
-    A repeated evaluation shows how much the FID depends on the samples. It is not a point of the
-    curve of FID over training steps.
+    Repeated evaluations show how much the FID depends on the samples. Curves of the FID over
+    training steps leave them out.
 
     Example:
         >>> is_repeat({"seeds": [360, 720]})
@@ -147,8 +147,8 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 class ImageCount(NamedTuple):
     """Count of training images over all processes, valid even if a resume changes the batch size.
 
-    When each process has trained on `batches` batches, the count is `images`. After that, one more
-    batch on each process adds `per_batch` images to the count. An unknown number is None.
+    When each process has trained on `batches` batches, the count is `images`. After that, each
+    further batch on all processes adds `per_batch` images. An unknown number is None.
 
     Example:
         >>> ImageCount(images=1000, batches=10, per_batch=64).at(batches=12)
@@ -191,7 +191,7 @@ def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> I
 
 
 def parse_image_count(state: Any) -> ImageCount | None:
-    """Parse the count in a checkpoint, which is None or a list with the numbers of `ImageCount`.
+    """Parse the image count of a checkpoint: None, or a list with the fields of `ImageCount`.
 
     Raises:
         ValueError: if the value is neither.

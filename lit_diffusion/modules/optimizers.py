@@ -71,14 +71,13 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     `differentiable`, or if a parameter is complex.
 
     When the optimizer loads a checkpoint, it ignores `fused` and `foreach` in the checkpoint, and
-    gives the loaded state the memory format of the weights. Therefore, a run can resume on a
-    different device, from a checkpoint written without fused=True, or with weights in a different
-    memory format.
+    gives the loaded state the memory format of the weights. Therefore, the device, `fused` and the
+    memory format may differ between a run and its resume.
 
     If fused=True is passed to the optimizer's constructor, the optimizer itself unscales the
     gradients of precision=16-mixed. For this reason, Lightning does not allow `gradient_clip_val`
-    with such an optimizer, not even in bf16-mixed. If this function sets fused=True, the GradScaler
-    unscales the gradients, and clipping is allowed.
+    with such an optimizer in 16-mixed and bf16-mixed. If this function sets fused=True instead, the
+    GradScaler unscales the gradients, and clipping is allowed.
 
     Example:
         >>> adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])  # on a CPU

@@ -94,8 +94,8 @@ class DiT(nn.Module):
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the output. They are the channels of x, or twice as many if the
-            network also predicts the variance.
+        out_channels: channels of the output: `in_channels`, or twice as many if the network also
+            predicts the variance.
         patch_size: height and width of a patch, which must divide `image_size`.
         width: number of features of a token, divisible by 4.
         depth: number of blocks.

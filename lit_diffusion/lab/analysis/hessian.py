@@ -79,11 +79,11 @@ class Spectrum:
         """Quadrature weights (V, m), replaced by their expectation `1 / P` at the spectrum's ends.
 
         In a single Lanczos run, the weight of a large eigenvalue is proportional to the square of
-        one normal variable, so sums over large eigenvalues would be noisy. Therefore, weights
-        are replaced by `1 / P`, from both ends of the spectrum inward, as long as all runs agree on
-        the Ritz value. The replacement also stops at a weight whose mean over runs is at least
-        `4 / P`, because its eigenvalue has multiplicity > 1. The other weights are rescaled, so
-        that each row still sums to 1.
+        one normal variable, so sums over large eigenvalues would be noisy. Therefore, weights are
+        replaced by `1 / P`, from both ends of the spectrum inward. The replacement stops at the
+        first Ritz value on which the runs disagree. It also stops at the first weight whose mean
+        over runs is at least `4 / P`, because this eigenvalue has multiplicity > 1. The other
+        weights are rescaled, so that each row still sums to 1.
         """
         magnitudes = np.abs(self.nodes).max(axis=0)
         agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan
