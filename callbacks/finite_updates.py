@@ -133,8 +133,8 @@ class FiniteUpdates(pl.Callback):
     AdamW, SGD or Adagrad with `fused=True`. Without the wait, the behavior differs in these points:
 
     - The GPU skips the bad update and all later updates. The host notices this at most 4 updates
-      later and then stops the run. The host notices earlier at a logging step, at a validation, at
-      the save of a full checkpoint, or at a call of `trainer_state.confirm_updates(trainer)`.
+      later, and then stops the run. It notices this earlier if a logging step, a validation, the
+      save of a full checkpoint, or a call of `trainer_state.confirm_updates(trainer)` comes first.
     - The batches of the last 4 updates stay in GPU memory.
     - Until the host notices the skipped updates, other callbacks continue to run. In
       `on_train_batch_end`, they see the weights from before the bad update, but the step number of

@@ -672,9 +672,9 @@ class TimestepWriter(pl.Callback, ABC):
     """Base class of callbacks that set the density of noise levels or the loss weights of a module.
 
     The module must have the attributes that the callback sets, and use them in its training_step.
-    `Timesteps` describes these attributes. The tuple `writes` of a subclass lists the attributes
-    that the subclass sets, and its method `timesteps_at` returns their values. Between batches,
-    these attributes of the module are None.
+    `Timesteps` describes these attributes. A subclass lists the attributes that it sets in the
+    tuple `writes`, and returns their values from the method `timesteps_at`. Between batches, these
+    attributes of the module are None.
 
     Two callbacks cannot set the same attribute. However, one callback may set the density while
     another callback sets the weight.

@@ -159,9 +159,9 @@ def flow_bits_per_dim(
             time. At the noisiest time, x_t is assumed to have the distribution of the prior.
         steps: number of times in the grid, without the clean time. The cost is `4 * (steps - 1)`
             function evaluations.
-        probes: number of random vectors v with entries +-1, for an estimate of the divergence. The
-            estimate is the mean of `v^T J v`, where J is the Jacobian of the flow. None computes
-            the exact trace of J, with one backward pass per dimension.
+        probes: number of random vectors v with entries +-1. The divergence of the flow is estimated
+            as the mean of `v^T J v`, where J is the Jacobian of the flow. None computes the exact
+            trace of J, with one backward pass per dimension.
         randn_like: source of normal random numbers. The entries of v are the signs of these
             numbers.
 

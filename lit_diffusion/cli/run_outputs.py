@@ -30,7 +30,7 @@ class RunConfig(SaveConfigCallback):
     """Writes config.yaml, or config.resume-N.yaml for a resume, into the run folder of a fit.
 
     The first line is a comment with the version of torch and the device. The file is written after
-    the checkpoint is restored, so a failed attempt leaves no config.
+    the checkpoint is restored, so a resume that fails leaves no config.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
