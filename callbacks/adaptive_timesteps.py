@@ -56,9 +56,9 @@ def beta_log_density(parameters: Tensor, num_bins: int) -> Tensor:
 def select_bins(reductions: Tensor, num: int) -> Tensor:
     """Select the bins whose reductions predict the sum over all bins best.
 
-    The criterion is the F-statistic of a linear regression of the sum on the reduction of one bin.
-    The larger the squared correlation between the two, the larger is the F-statistic. The function
-    therefore compares the squared correlations.
+    These are the bins with the largest F-statistic in a linear regression of the sum on the
+    reduction of the bin. The function compares squared correlations with the sum instead, because
+    they give the same order.
 
     Args:
         reductions: (n, num_bins) float64: how much each of n >= 2 updates reduced the term of each
@@ -91,13 +91,13 @@ class AdaptiveTimesteps(TimestepWriter):
     the Beta density with the policy gradient (REINFORCE) of the rewards. An entropy term keeps the
     density from concentrating on a few noise levels.
 
-    The selected terms are the terms whose reductions predicted the reduction of the whole objective
-    best in the last `queue_size` measurements. For this selection, each measurement computes all
-    terms for the first image of the batch. A measurement costs `2 * num_selected` forward passes of
-    the batch and `2 * num_bins` forward passes of one image, without gradients and in eval mode.
-    The noise is the same before and after the update. If gradients are accumulated, only the last
-    batch of the update is measured. Training is otherwise unaffected, because the states of the
-    random generators are restored.
+    The callback selects the terms whose reductions best predicted the reduction of the whole
+    objective in the last `queue_size` measurements. For this selection, each measurement computes
+    all terms for the first image of the batch. A measurement costs `2 * num_selected` forward
+    passes of the batch and `2 * num_bins` forward passes of one image, without gradients and in
+    eval mode. Each image has the same noise before and after the update. If gradients are
+    accumulated, only the last batch of the update is measured. Measurements do not change the
+    random numbers of training.
 
     The losses have no importance weights, so the training objective changes. All ranks share their
     rewards and use the same density. Checkpoints contain the state, so a resumed run continues
@@ -256,8 +256,8 @@ class AdaptiveTimesteps(TimestepWriter):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with the uniform density, unless there is an earlier one to continue.
 
-        The callback continues a density from the checkpoint, or from the last fit of the same
-        module.
+        The earlier density is the density in the checkpoint or, without a checkpoint, the density
+        at the end of the last fit of this module.
         """
         super().on_fit_start(trainer, pl_module)
         require_denoising_loss(pl_module, "AdaptiveTimesteps")

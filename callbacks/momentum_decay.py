@@ -115,12 +115,12 @@ class MomentumDecay(pl.Callback):
       gradient does not have the same weight in all updates of Muon.
 
     Args:
-        total_steps: length of the schedule in steps of each optimizer. Without the lower bound
-            `min_beta1`, beta1 would be 0 at the end. None uses the length of the fit.
+        total_steps: length of the schedule in steps of each optimizer; None uses the length of the
+            fit. With min_beta1=0, beta1 is 0 at the end of the schedule.
         min_beta1: lower bound of beta1, in [0, beta0].
         compensate_lr: whether to multiply the lr by lr_factor. With False, the method is Demon.
-            With True, SGD and RMSprop raise an error. The reason is that they do not multiply
-            gradients by `1 - momentum`, so a lower momentum shrinks their updates even without
+            With True, SGD and RMSprop raise an error, because they do not multiply gradients by
+            `1 - momentum`. A lower momentum therefore shrinks their updates even without
             `lr_factor`.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
@@ -129,8 +129,8 @@ class MomentumDecay(pl.Callback):
             start of a fit, the error is also raised if total_steps is unknown, if min_beta1 is
             above beta0, if an optimizer has no momentum, if a scheduler cycles the momentum, or if
             another callback of this class would change the same optimizer. With compensate_lr=True,
-            the error is also raised if the newest gradient does not have the weight `1 - beta1` in
-            the updates of an optimizer, as in SGD.
+            the error is also raised for optimizers such as SGD and Lion, in whose updates the
+            newest gradient does not have the weight `1 - beta1`.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023).
     Demon is from Chen & Kyrillidis 2019 (arXiv 1910.04952).

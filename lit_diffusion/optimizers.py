@@ -38,11 +38,11 @@ class MuonAdamW(Optimizer):
         params: parameters to train.
         lr: learning rate of Muon.
         adamw_lr: learning rate of AdamW; None means `lr`.
-        momentum: momentum of Muon, in [0, 1). It is Nesterov momentum.
+        momentum: Nesterov momentum of Muon, in [0, 1).
         betas: decay rates of AdamW.
         eps: number that AdamW adds to the denominator.
-        weight_decay: each step multiplies all weights by `1 - lr * weight_decay`, with the lr of
-            their group.
+        weight_decay: decoupled weight decay. Each step multiplies all weights by
+            `1 - lr * weight_decay`, with the lr of their group.
         adjust_lr_fn: scale of Muon's update of a matrix (m, n). With "match_rms_adamw", the scale
             is `0.2 * sqrt(max(m, n))`. The root mean square of the update is then about `0.2 * lr`,
             which is typical of AdamW too, so that an lr for AdamW suits Muon. With "original", the
@@ -159,10 +159,11 @@ class MuonAdamW(Optimizer):
 
 
 def hidden_matrices(module: nn.Module) -> list[Tensor]:
-    """List a module's weights with two or more dimensions that are in blocks of networks.
+    """List the weights with two or more dimensions in the blocks of a module's networks.
 
-    A network is a submodule, or the module itself, with an attribute `block_names`. If the blocks
-    begin with a convolution of the images, as in a U-Net, its kernel is left out.
+    A network is here any submodule that has an attribute `block_names`; `module` itself may be one.
+    If the blocks begin with a convolution of the images, as in a U-Net, the kernel of this
+    convolution is left out.
 
     Example:
         >>> from lit_diffusion.networks.unet import UNet

@@ -16,10 +16,10 @@ class ContrastiveFlow:
 
     The term has the opposite sign of the training loss. `other_target` is the target that another
     image of the batch, with its own noise, would have at the same t. The other image is drawn
-    uniformly from the other images of the batch on one device. It may have the same label. W is the
-    weight of the training loss, including `timestep_weight`. Use the term with `DenoisingLoss` or
-    `HybridLoss`. `UncertaintyLoss` also multiplies the squared errors of the training loss by a
-    learned weight, which W does not contain.
+    uniformly from the other images of the batch on one device. It may have the same label, as in
+    the authors' code. W is the weight of the training loss, including `timestep_weight`. Use the
+    term with `DenoisingLoss` or `HybridLoss`, but not with `UncertaintyLoss`, because W does not
+    contain the learned weights of that loss.
 
     The term biases the model. Let E[target] be the mean target over all images at time t. At the
     optimum, the network outputs
@@ -39,8 +39,7 @@ class ContrastiveFlow:
     Raises:
         ValueError: unless 0 < weight < 1.
 
-    Source: Stoica et al. 2025 (Contrastive Flow Matching, arXiv 2506.05350). In the authors' code,
-        the other image can have the same label.
+    Source: Stoica et al. 2025 (Contrastive Flow Matching, arXiv 2506.05350).
 
     Example:
         >>> loss = ContrastiveFlow(weight=0.05)  # for DiffusionModule(auxiliary_loss=loss)

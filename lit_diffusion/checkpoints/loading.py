@@ -62,9 +62,9 @@ def load(
     """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: a checkpoint, a run folder (which means its checkpoints/last.ckpt), a folder written
-            by `lit-diffusion convert export`, or the name of a model in this package, "digits" or
-            "mnist". If a file or folder with the name of the model exists, it takes precedence.
+        path: a checkpoint, a run folder (which means its checkpoints/last.ckpt), or a folder
+            written by `lit-diffusion convert export`. "digits" and "mnist" are the models in this
+            package, unless a file or folder with this name exists.
         weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
             specific average, or "power_<width>" for an average of `PowerEMA`, which may be
             reconstructed from snapshots. An exported folder has only one set of weights,
@@ -283,8 +283,8 @@ def check_codec_folder(
     """Raise ValueError if a model's codec would read a folder that the user has not approved.
 
     A checkpoint from somebody else could make a codec read any folder. Therefore, the codec may
-    read only folders inside the run folder, folders in a config of the run folder, and folders in
-    `trust` and `settings`.
+    read only folders inside the run folder, folders that a config in the run folder names, and
+    folders in `trust` and `settings`.
 
     Args:
         model: parsed class paths and arguments of the model. Parts of the model may also have

@@ -82,8 +82,8 @@ class InceptionV3Compat:
     The features are the 2048 pooled features of the Inception-v3 network of 2015-12-05. Images are
     resized to 299x299 as in TensorFlow 1, with bilinear interpolation and without antialiasing.
     FIDs with this protocol equal FIDs from torchmetrics' `FrechetInceptionDistance` with
-    `antialias=False`. By default, torchmetrics uses antialiasing, so that its FIDs are not
-    comparable with published FIDs.
+    `antialias=False`. By default, torchmetrics uses antialiasing, so its FIDs are not comparable
+    with published FIDs.
 
     Args:
         weights_path: weight file. None means torch-fidelity's file in the cache of `torch.hub`.

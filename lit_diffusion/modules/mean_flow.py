@@ -35,14 +35,14 @@ class MeanFlow(DiffusionModule):
 
         error / (error + 1e-3 / D)**power,
 
-    where D is the number of values of x0, and the denominator has no gradient. It equals the
+    where D is the number of values of x0, and the denominator has no gradient. The loss equals the
     paper's loss times `D**(power - 1)`. With power = 1, train/loss is always close to 1. Watch the
     FID and val/loss instead. The metric val/loss is the flow-matching loss, with r = t and
     power = 0.
 
-    Training draws two times of each image from `times`. The larger one is t, and the smaller one is
-    r. A fraction `equal_times` of the images has r = t instead. Only images with r < t need the
-    Jacobian-vector product.
+    For each image, training draws two values from `times`. The larger value is t, and the smaller
+    value is r. A fraction `equal_times` of the images has r = t instead. Only images with r < t
+    need the Jacobian-vector product.
 
     If eta is 0, `DDIM` and `Euler` use the average velocity of each step in `generate`. Other
     solvers, likelihoods and inversion use the velocity v.
@@ -61,7 +61,7 @@ class MeanFlow(DiffusionModule):
             of the guided flow, so that `generate` needs no guidance. The velocity in the target is
             then `omega * (noise - x0) + kappa * u(c) + (1 - omega - kappa) * u(no condition)`, with
             kappa = `guidance_mix` and omega = `guidance_scale * (1 - kappa)`. Both values of u are
-            outputs of the network at r = t. 1 means no guidance.
+            outputs of the network at r = t. A scale of 1 means no guidance.
         guidance_mix: the weight kappa, in [0, 1).
         **kwargs: keyword arguments of `DiffusionModule`.
 
@@ -153,9 +153,9 @@ class MeanFlow(DiffusionModule):
             condition: condition of the images; None for an unconditional network.
             t: (B,) float64 times.
             noise: (B, C, H, W) standard normal noise.
-            step: number of completed optimizer steps. In training, the method draws a second time
-                of each image, and uses the larger of the two times as t. If None, the loss is that
-                of flow matching at t, and depends only on the arguments and the weights.
+            step: number of completed optimizer steps. In training, the method draws another time
+                for each image, and uses the larger of the two times as t. If None, the result is
+                the flow-matching loss at t, which depends only on the arguments and the weights.
         """
         if step is None:
             return super().per_sample_loss(x0, condition, t, noise)
@@ -210,7 +210,7 @@ class MeanFlow(DiffusionModule):
         return guided + kappa * self._run_eager(x_t, t, condition) if kappa else guided
 
     def _run_eager(self, x_t: Tensor, times: Tensor, condition: Condition) -> Tensor:
-        """Run the network without compilation, because torch.func cannot differentiate that."""
+        """Run the network uncompiled, because torch.func cannot differentiate compiled code."""
         label = self.process.noise_label(times)
         x = x_t.to(self.dtype).contiguous(memory_format=self.memory_format)
         label = label.to(torch.promote_types(x_t.dtype, torch.float32))

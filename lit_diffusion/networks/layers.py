@@ -101,7 +101,12 @@ class TwoTimesMLP(TimestepMLP):
         zero_(self.interval[2])
 
     def forward(self, noise_label: Tensor) -> Tensor:
-        """Embed levels and intervals (B, 2), or levels (B,) with interval 0, as (B, out_width)."""
+        """Return embeddings (B, out_width).
+
+        Args:
+            noise_label: (B, 2) noise levels and intervals, or (B,) noise levels, for which the
+                interval is 0.
+        """
         if noise_label.ndim == 1:
             noise_label = torch.stack([noise_label, torch.zeros_like(noise_label)], dim=1)
         level, interval = noise_label.unbind(1)

@@ -4,8 +4,8 @@
                                              +-------- skips --------+
 
 Parameters have the names and shapes of the authors' repository, so `load_state_dict` loads their
-checkpoints. If the authors' configuration drops labels in training, its num_classes counts the null
-class. In this case, the authors' num_classes=1001 becomes num_classes=1000 for `UViT`.
+checkpoints. If the authors' configuration drops labels in training, its num_classes includes the
+null class. For `UViT`, subtract 1: the authors' num_classes=1001 becomes num_classes=1000.
 
 Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Models" (arXiv
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.

@@ -17,7 +17,7 @@ class Tail:
     """Time grid that consists of the last steps of another grid.
 
     Args:
-        base: the grid of which only the last steps are used.
+        base: the grid whose last steps are used.
         whole: number of steps of `base`. The method `grid` must not be called with more steps.
 
     Example:
@@ -160,7 +160,7 @@ class RePaint:
         watch: Watch | None = None,
         /,
     ) -> Tensor:
-        """Map standard normal noise (B, C, H, W) to an x0 equal to `known` where `mask` is 1."""
+        """Map standard normal noise (B, C, H, W) to x0, which equals `known` where `mask` is 1."""
         times = finite_grid(self.times or ancestral_grid(process), process, self.steps)
         alpha, sigma = (v.to(noise.dtype) for v in process.alpha_sigma(times))  # on the CPU
         posteriors, x = posterior(process, times), process.prior(noise, times[0])

@@ -58,8 +58,8 @@ class Crossing:
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
     """Compute the geometric mean of steps.
 
-    If only upper bounds of some steps are known, the result is an upper bound. If only lower bounds
-    are known, it is a lower bound. If both kinds of bounds occur, the result is unknown.
+    If some steps are upper bounds, the result is an upper bound. If some steps are lower bounds,
+    the result is a lower bound. If both kinds of bounds occur, the result is unknown.
 
     Example:
         >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
@@ -83,8 +83,8 @@ class Curve:
         images: (N,) numbers of training images seen at these steps, increasing; None if not
             recorded.
         repeats: further FIDs of the last weights, each with a new set of samples.
-        other_metrics: (N,) for each FID, other metrics of the same samples by name; () if not
-            recorded.
+        other_metrics: (N,) dictionaries, one for each FID: other metrics of the same samples, by
+            name. () if not recorded.
 
     Raises:
         ValueError: if lengths differ, if steps do not increase or are out of range, or if an FID is
@@ -250,7 +250,7 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
     differences between runs.
 
     Returns:
-        The spread; None if no run has two finite FIDs of its last weights.
+        The spread; None if each run has fewer than two finite FIDs of its last weights.
     """
     squares, degrees = 0.0, 0
     for curve in curves:
@@ -268,14 +268,14 @@ def paired_spread(curves: Iterable[Curve]) -> Spread | None:
     may raise or lower the FIDs of all runs alike. This effect is removed, because it cancels when
     runs are compared. Let `x_rk` be the log FID of run r on its k-th set. The spread is computed
     from the residuals `x_rk - mean_k - mean_r + mean`, which have `(runs - 1) * (sets - 1)` degrees
-    of freedom. If the k-th sets have different seeds, there is nothing to remove, and the result
-    estimates the same value as `sampling_spread`. Only runs whose last FIDs are all finite are
-    used. Runs with the same number of sets form a group, and the variances of the groups are
+    of freedom. If the k-th set has different seeds in each run, there is nothing to remove, and the
+    result estimates the same value as `sampling_spread`. Only runs whose last FIDs are all finite
+    are used. Runs with the same number of sets form a group, and the variances of the groups are
     pooled.
 
     Returns:
-        The spread. None if there are no two runs that have the same number of sets and at least two
-        sets each.
+        The spread. None if at most one run has two or more sets, or if all such runs have different
+        numbers of sets.
     """
     groups: dict[int, list[list[float]]] = {}
     for curve in curves:
@@ -334,9 +334,9 @@ def loss_stability(losses: Sequence[float]) -> Stability:
 def read_arms(paths: Sequence[str]) -> list[Arm]:
     """Read arms from CSV files with one row per evaluation, in the format of curves.csv.
 
-    The columns arm, step and fid are required. The columns seed, images, repeat and other metrics
-    are optional. A row with repeat 1, 2, ... contains a further FID of the last step, computed from
-    a new set of samples. An FID that is empty, nan or infinite is read as NaN.
+    The columns arm, step and fid are required. The columns seed, images and repeat, and columns of
+    other metrics, are optional. A row with repeat 1, 2, ... contains a further FID of the last
+    step, computed from a new set of samples. An FID that is empty, nan or infinite is read as NaN.
 
     Raises:
         OSError: if a file cannot be read.

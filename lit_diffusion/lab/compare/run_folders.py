@@ -297,8 +297,8 @@ def differing_settings(
 def flatten_config(config: Any, name: str = "") -> dict[str, Any]:
     """Convert a nested config to a dictionary with dotted names, such as `optimizer.lr`.
 
-    In a dotted name, the name of its class stands for an object in a list. If the list has several
-    objects of a class `Class`, the second one is called `Class#2`.
+    In a dotted name, an object in a list is called by the name of its class. If the list has
+    several objects of a class `Class`, the second one is called `Class#2`.
 
     Example:
         >>> flatten_config({"optimizer": {"class_path": "torch.Adam", "init_args": {"lr": 0.1}}})

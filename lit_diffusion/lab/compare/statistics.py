@@ -28,7 +28,8 @@ def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
     """Run Welch's t test for the difference of means of two samples, with scipy's `ttest_ind`.
 
     Returns:
-        The result; None if a sample has fewer than two values, or if both have zero variance.
+        The result; None if a sample has fewer than two values, or if both samples have zero
+        variance.
 
     Source: Welch 1947, "The generalization of Student's problem when several different population
     variances are involved".
@@ -97,7 +98,8 @@ class Speedup:
     """Ratio of the baseline's steps to an arm's steps, both to the same FID.
 
     Attributes:
-        ratio: ratio of the geometric means over seeds; 2 means that the arm needs half the steps.
+        ratio: geometric mean of the baseline's steps over seeds, divided by the geometric mean of
+            the arm's steps; 2 means that the arm needs half the steps.
         low: lower end of the 95% interval; 0 if `ratio` is an upper bound, None if there is no
             interval.
         high: upper end of the 95% interval; infinite if `ratio` is a lower bound, None if there is
@@ -121,11 +123,10 @@ class Speedup:
 def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     """Measure how many times fewer steps an arm needs than the baseline.
 
-    The result is the ratio of the geometric means over seeds, with the interval of Welch's t test
-    on log steps. If only a bound of a step is known, the bound is used in place of the step. The
-    ratio is then also a bound. If it is a lower bound, the interval has no upper end. If it is an
-    upper bound, the interval starts at 0. If the bound leaves open which arm is faster, there is no
-    interval.
+    The interval comes from Welch's t test on log steps. If only a bound of a step is known, the
+    bound is used in place of the step. The ratio is then also a bound. If the ratio is a lower
+    bound, the interval has no upper end. If the ratio is an upper bound, the interval starts at 0.
+    If the bound leaves open which arm is faster, there is no interval.
 
     Example:
         >>> result = speedup([Crossing(4.0e6)], [Crossing(1.8928e6)])
