@@ -35,10 +35,9 @@ _recorder: "SignalRecorder | None" = None  # the recorder that was started last,
 class SignalRecorder:
     """Records signals between `start` and `stop`. Recorded signals do not end the process.
 
-    If a recorder starts while another recorder is active, the attribute `received` of the new
-    recorder starts with the signal that the active recorder has received. A signal that the process
-    ignored before, such as SIGHUP under nohup, is still ignored. A second Ctrl-C raises
-    KeyboardInterrupt.
+    A recorder that starts while another recorder is active copies `received` from that recorder. A
+    signal that the process ignored before, such as SIGHUP under nohup, is still ignored. A second
+    Ctrl-C raises KeyboardInterrupt.
 
     Processes that are forked while signals are recorded, such as DataLoader workers, block these
     signals. Otherwise, a signal that a batch system sends to all processes of a job would kill the

@@ -40,8 +40,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
 
     The checkpoint of the last step of the fit is saved under a temporary name, and replaces
     last.ckpt in `on_train_end`. A run that is killed before `on_train_end` resumes from the
-    previous last.ckpt and repeats the steps since then. Saving in `on_train_end` itself would not
-    work, because a resume would skip the rest of an unfinished epoch.
+    previous last.ckpt and repeats the steps since then.
 
     The weights in a new last.ckpt may already have diverged. Therefore, the previous last.ckpt is
     preserved as before-last.ckpt until a batch has a finite loss with the new weights. On a GPU,
@@ -61,7 +60,9 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self.path = Path(folder) / "last.ckpt"
         self.first = first
         self.every_n_seconds = every_n_seconds
-        self._end_path = self.path.with_name(".last.ckpt.end")  # save of the last step
+        # Save of the last step. In on_train_end, it would be too late, because a resume would skip
+        # the rest of an unfinished epoch.
+        self._end_path = self.path.with_name(".last.ckpt.end")
         self._previous_path = self.path.with_name("before-last.ckpt")
         self._is_proven = False  # whether a loss was finite since the last save
         self._skipped_updates: list[int] = []  # counts of FiniteUpdates at the last save

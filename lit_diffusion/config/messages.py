@@ -15,9 +15,8 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
     """Explain an error of jsonargparse in one or two lines, with the dotted key of the setting.
 
     The message of jsonargparse is long, because it lists all alternatives for each nested class.
-    This function follows the chain of exceptions that led to the error. The message of the
-    innermost exception states the cause in one line. The messages of the other exceptions name the
-    keys that lead to the setting.
+    This function takes the cause from the innermost exception, and the key from the exceptions
+    around it.
 
     Args:
         error: exception that a parser has raised.
