@@ -104,7 +104,7 @@ def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> 
 
     The squared error of the velocity is `1 + SNR` times the squared error of x0. This product
     equals the sum of the squared errors of x0 and of the noise. Callbacks average the error of the
-    velocity over bins, because it changes slowly with the noise level.
+    velocity over bins, because this error changes slowly with the noise level.
 
     Args:
         module: `DiffusionModule` with a `DenoisingLoss`.
@@ -123,7 +123,8 @@ def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> 
 class InfoNoise(LossBasedDensity):
     """Samples noise levels so that their share of the objective follows the entropy rate.
 
-    The profile is the entropy rate times a gate. Losses estimate the best possible error of x0:
+    The profile is the entropy rate times a gate. In the following formulas, `error_of_x0` is the
+    lowest possible error of x0, which is estimated from losses:
 
         profile = 1/2 * abs(d SNR / du) * error_of_x0 * gate
         gate    = r**3 / (r**3 + gate_sigma**3)        with r = sigma / alpha

@@ -24,8 +24,9 @@ class TokenRouting:
     only the tokens that are not routed, in their original order.
 
     Args:
-        fraction: share of the tokens of an image that is routed, in [0, 1). At least one token must
-            remain after `fraction * num_tokens` is rounded. The authors use 0.5.
+        fraction: share of the tokens of an image that is routed, in [0, 1). The number
+            of routed tokens is rounded, and must be less than the number of all tokens. The authors
+            use 0.5.
         start: index of the first block that routed tokens skip. The authors use about 2.
         end: index of the block that gets all tokens again, below the depth of the network. The
             authors use about the depth minus 4.

@@ -498,7 +498,8 @@ class UNet(_Encoder):
             and compute its activations again in the backward pass. Training then needs less memory
             and takes about a third more time, with the same gradients.
         two_times: whether the network also takes an interval of noise levels, as `MeanFlow` needs.
-            The noise label is then (B, 2), or (B,) for the interval 0.
+            The noise label is then (B, 2): the noise level and the interval of each image. A noise
+            label (B,) means that the intervals are 0.
 
     Raises:
         ValueError: if sizes do not fit together.
