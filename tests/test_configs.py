@@ -25,6 +25,7 @@ from lit_diffusion.modules.diffusion import DiffusionModule
 CONFIGS = Path(__file__).parent.parent / "configs"
 FOLDERS = {
     "digits": ["digits-ablation"],
+    "digits-textbook": ["digits-ablation"],  # on top of digits/textbook
     "cifar10": ["cifar10-improved"],
     "cifar10-small": ["cifar10-small"],
     "imagenet128": ["imagenet128-guided", "imagenet128-guided-small"],
@@ -39,8 +40,8 @@ METHODS_PAGE = (CONFIGS.parent / "docs" / "published-methods.md").read_text()
 METHOD_FILES = sorted(path.stem for path in CONFIGS.glob("methods/*.yaml"))
 ANY = sorted(CONFIGS.glob("arms/*.yaml"))
 NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay", "min-snr", "p2")]
-ON_TOP_OF = {"sra": "dit"}
-"""Arms of the digits that need another arm, as they need its network."""
+ON_TOP_OF = {"digits/sra": "digits/dit", "digits-textbook": "digits/textbook"}
+"""Arms, or folders of arms, that are appended to another arm."""
 PAIRS = [
     (experiments[0], arm)
     for folder, experiments in FOLDERS.items()
@@ -468,8 +469,9 @@ def test_every_arm_starts_on_its_experiments(offline, caplog, experiment, arm):
 
     An arm that names another class repeats the arguments of the experiment's that should stay.
     """
-    before = [arm.with_stem(ON_TOP_OF[arm.stem])] if arm.stem in ON_TOP_OF else []
-    assert start(experiment, *before, arm) == 0
+    name = str(arm.relative_to(CONFIGS / "arms").with_suffix(""))
+    below = [ON_TOP_OF[each] for each in (name, arm.parent.name) if each in ON_TOP_OF]
+    assert start(experiment, *(CONFIGS / "arms" / f"{each}.yaml" for each in below), arm) == 0
     assert not [message for message in caplog.messages if " replaces " in message]
 
 

@@ -1,0 +1,166 @@
+"""Train the runs of docs/results/atlas.md, and write their results as CSV files.
+
+    python tests/benchmarks/atlas.py digits-textbook --out runs/atlas --csv docs/results
+
+Each arm is tuned on one seed: runs with several learning rates are scored with four widths of the
+EMA. The arm is then trained with the learning rate and the width that scored best, with three other
+seeds. To continue after a stop, run the same command again. Tuning writes atlas-tuning-STUDY.csv,
+and training writes atlas-STUDY.csv. --only trains some of the arms, which have the names in
+PARTS.
+"""
+
+import argparse
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from runs_to_csv import finished, table
+
+from lit_diffusion.cli.loggers import read_evaluations
+from lit_diffusion.lab.compare.run_folders import collect_runs
+from lit_diffusion.lab.compare.speedrun import TARGETS
+from lit_diffusion.lab.compare.sweep import BASELINE, PlannedRun, Sweep, plan_sweep
+from lit_diffusion.lab.compare.tables import to_csv
+
+Row = dict[str, Any]
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+WIDTHS = Path(__file__).with_name("atlas-widths.yaml")
+TUNING_SEED, SEEDS = 10, (0, 1, 2)
+LRS = (1e-3, 2e-3, 4e-3)
+EVALUATE_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Study:
+    """A recipe, and the arms that are added to it.
+
+    Attributes:
+        experiment: configs of the recipe, which is the arm "baseline".
+        arms: configs of each arm, joined by +, in the order in which they are trained.
+        steps: optimizer steps of a run.
+    """
+
+    experiment: tuple[str, ...]
+    arms: tuple[str, ...]
+    steps: int
+
+
+PARTS = (
+    *("", "muon", "x0", "simple", "digits-textbook/mdlrc", "digits-textbook/lr-decay"),
+    *("optimal-transport", "simple+info-noise", "contrastive", "digits-textbook/contrastive-bias"),
+    *("digits-textbook/contrastive-corrected", "dispersive", "digits-textbook/clts", "immiscible"),
+    *("digits/adaptive-timesteps", "p2", "epsilon", "digits/linear", "digits-textbook/fdm"),
+    *("digits/dit", "digits/dit-tread", "digits/dit+digits/sra", "digits/magnitude-preserving"),
+)
+"""The arms; "" is the baseline."""
+
+TIMES = ("simple+info-noise", "digits-textbook/clts", "digits/adaptive-timesteps")
+"""Arms that choose the training times, and cannot be added to a recipe that chooses them, too."""
+
+STUDIES = {
+    "digits-textbook": Study(("digits-ablation", "arms/digits/textbook"), PARTS, 500),
+    "digits-balanced": Study(
+        ("digits-ablation", "arms/digits/balanced"),
+        tuple(arm for arm in PARTS if arm not in TIMES),
+        600,
+    ),
+}
+
+
+def run(
+    study: Study, arm: str, seeds: Sequence[int], out: Path, jobs: int, **options: object
+) -> list[PlannedRun]:
+    """Train one arm with one or more seeds. Runs that finished before are not repeated.
+
+    Args:
+        options: options of the fits. The runs of an arm with other options need another `out`.
+    """
+    experiment = [str(CONFIGS / f"{name}.yaml") for name in study.experiment]
+    if TUNING_SEED in seeds:
+        experiment.append(str(WIDTHS))
+    files = [str(CONFIGS / "arms" / f"{name}.yaml") for name in arm.split("+") if name]
+    fixed = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
+    runs = plan_sweep(experiment, ["+".join(files)] if arm else [], seeds, out, fixed)
+    runs = [each for each in runs if (each.arm == BASELINE) == (not arm)]
+    Sweep(runs, jobs).run()
+    return runs
+
+
+def score(record: Row) -> float:
+    """Geometric mean of the four distances, each divided by its target in the speedrun."""
+    distances = {"fid": record["value"], **record["second_look"]}
+    if not all(distances[name] for name in TARGETS):  # samples were not finite
+        return math.inf
+    return math.exp(fmean(math.log(distances[name] / target) for name, target in TARGETS.items()))
+
+
+def tune(study: Study, arm: str, out: Path, jobs: int) -> list[Row]:
+    """Score each learning rate and each width of the EMA; the best learning rate is not at an edge.
+
+    Returns:
+        One row per learning rate and width, the best one first.
+    """
+    rows: list[Row] = []
+    lrs = {*LRS}
+    while True:
+        for lr in sorted(lrs - {row["lr"] for row in rows}):
+            options = {"model__optimizer__lr": lr, "trainer__val_check_interval": study.steps}
+            (tuned,) = run(study, arm, [TUNING_SEED], out / f"tune-{lr:g}", jobs, **options)
+            records = read_evaluations(tuned.folder / "evaluations.jsonl")
+            scores = {record["weights"].removeprefix("ema_"): score(record) for record in records}
+            scores = scores or {"0.99": math.inf}  # the training diverged
+            rows += [
+                {"arm": tuned.arm, "lr": lr, "decay": decay, "score": value}
+                for decay, value in scores.items()
+            ]
+        rows.sort(key=lambda row: row["score"])
+        best = rows[0]["lr"]
+        if min(lrs) < best < max(lrs):
+            return rows
+        lrs.add(2 * best if best == max(lrs) else best / 2)
+
+
+def train(study: Study, arm: str, lr: float, decay: str, out: Path, jobs: int) -> list[Row]:
+    """Train an arm with all seeds, and return one row per evaluation of the finished runs."""
+    options = {
+        "model__optimizer__lr": lr,
+        "trainer__val_check_interval": EVALUATE_EVERY,
+        "trainer__callbacks__EMA__decays": f"[{decay}]",
+    }
+    folder = out / f"lr-{lr:g}-ema-{decay}"
+    runs = run(study, arm, SEEDS, folder, jobs, **options)
+    return [*table([r for r in collect_runs([str(folder / runs[0].arm)]) if finished(r)], False)]
+
+
+def replace_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Write rows of an arm to a CSV file, in place of older rows of this arm."""
+    old = [*csv.DictReader(file.open())] if file.exists() else []
+    arms = {row["arm"] for row in rows}
+    file.write_text(to_csv([*(row for row in old if row["arm"] not in arms), *rows]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--out", type=Path, default=Path("runs/atlas"))
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--only", nargs="+", metavar="ARM", help="names of arms as in PARTS")
+    parser.add_argument("--jobs", type=int, default=1)
+    args = parser.parse_args()
+    study, out = STUDIES[args.study], args.out / args.study
+    for arm in study.arms:
+        if args.only and arm not in args.only:
+            continue
+        tuned = tune(study, arm, out, args.jobs)
+        replace_rows(args.csv / f"atlas-tuning-{args.study}.csv", tuned)
+        rows = train(study, arm, tuned[0]["lr"], tuned[0]["decay"], out, args.jobs)
+        replace_rows(args.csv / f"atlas-{args.study}.csv", rows)
+
+
+if __name__ == "__main__":
+    main()
