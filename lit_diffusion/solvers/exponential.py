@@ -207,9 +207,9 @@ class DPMSolverPP2S:
 class UniPC:
     """UniPC: a multistep predictor and corrector with one evaluation of the network per step.
 
-    The corrector corrects a step with the estimate of x0 that the next step needs anyway. In the
-    first steps and in the last steps, the order is lower. The function `B(h)` of the paper is
-    `exp(-h) - 1`, which the authors call "bh2".
+    The corrector needs no further evaluation, because it uses the estimate of x0 that the next step
+    needs anyway. In the first steps and in the last steps, the order is lower. The function `B(h)`
+    of the paper is `exp(-h) - 1`, which the authors call "bh2".
 
     Args:
         steps: number of steps, each of which evaluates the network once.

@@ -164,7 +164,7 @@ def align_features(
         target: weights of the same architecture.
         features: hidden layers, from `find_hidden_features`.
         rounds: maximum number of passes over all layers. Several passes are needed because the best
-            order of a layer depends on the orders of neighboring layers.
+            order of a layer's features depends on the orders in neighboring layers.
     """
     state = dict(state)
     for _ in range(rounds):
@@ -210,8 +210,7 @@ def draw_interpolations(
 ) -> None:
     """Draw one panel per loss.
 
-    Each panel shows one curve per entry of `lines`, which has arrays of shape (number of losses,
-    K).
+    Each entry of `lines` is an array of shape (number of losses, K), and gives one curve per panel.
     """
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
