@@ -29,8 +29,8 @@ def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[A
     """Return the settings that differ, as {dotted name: (saved value, used value)}.
 
     If the object in the checkpoint and the object in use have different classes, the result has
-    their class paths, but none of their arguments. A setting that only one of the objects has is
-    ignored, because a newer version of the library may have added an argument.
+    their class paths, but none of their arguments. A setting is ignored if only one of the objects
+    has it, because a newer version of the library may have added an argument.
     """
     are_lists = isinstance(saved, list | tuple) and isinstance(used, list | tuple)
     if saved == used or (are_lists and list(saved) == list(used)):  # YAML has no tuples

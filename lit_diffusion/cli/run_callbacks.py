@@ -48,8 +48,9 @@ def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Ca
     These two callbacks come last because they save the state of all other callbacks in last.ckpt.
 
     Raises:
-        ValueError: if a ModelCheckpoint would overwrite last.ckpt with a file that may not resume
-            exactly, or if SaveOnSignal would save to a folder other than `folder`.
+        ValueError: if a ModelCheckpoint would overwrite last.ckpt with a checkpoint from which a
+            run may not resume exactly, or if SaveOnSignal would save to a folder other than
+            `folder`.
     """
     for callback in callbacks:
         saves_last = isinstance(callback, ModelCheckpoint) and callback.save_last

@@ -54,7 +54,7 @@ problem = partial(Finding, Level.PROBLEM)
 def check_ranks(run: ExaminedRun) -> Iterator[Finding]:
     """Check that each CPU process has a core, and that SLURM starts all processes of the run.
 
-    torchrun is not checked, because Lightning raises an error for most mistakes with it.
+    A launch by torchrun is not checked, because Lightning reports most mistakes in it.
     """
     devices, nodes = run.cli.num_devices, run.cli.num_nodes
     if run.trainer.strategy.root_device.type == "cpu" and devices > (cores := usable_cores()):

@@ -123,7 +123,7 @@ def hessian_product(
 ) -> tuple[MatrixProduct, Tensor]:
     """Build the Hessian-vector product of a loss at the current weights.
 
-    The autograd graph of the gradient stays in memory as long as the returned function. The graph
+    The autograd graph of the gradient stays in memory as long as the returned function exists. It
     needs about as much memory as the graphs of three forward passes.
 
     Args:
