@@ -79,14 +79,13 @@ class ResumableLoader(DataLoader[Any]):
     """DataLoader that skips the batches of an epoch that were trained on before a resume.
 
     A resumed Trainer knows the number of batches to skip, but an ordinary loader would start the
-    epoch again. This loader reads the number only when the first batch of an epoch is requested.
-    The number is not known earlier, because Lightning creates the iterators before it restores its
-    loops.
+    epoch again.
 
     Args:
         dataset: dataset of a DataLoader.
         batches_done: function that returns the number of batches to skip in an epoch. It is called
-            when the first batch of the epoch is requested.
+            when the first batch of the epoch is requested, because Lightning restores its loops
+            only after it has created the iterators.
         **options: options of DataLoader, with a ShuffledSampler as `sampler`. If Lightning replaces
             the sampler, as with `overfit_batches`, the skipped batches are loaded and dropped.
 
