@@ -161,9 +161,9 @@ class MuonAdamW(Optimizer):
 def hidden_matrices(module: nn.Module) -> list[Tensor]:
     """List the weights with two or more dimensions in the blocks of a module's networks.
 
-    A network is here any submodule that has an attribute `block_names`; `module` itself may be one.
-    If the blocks begin with a convolution of the images, as in a U-Net, the kernel of this
-    convolution is left out.
+    Here, a network is any submodule with an attribute `block_names`, or the module itself. If the
+    blocks begin with a convolution of the images, as in a U-Net, the kernel of this convolution is
+    left out.
 
     Example:
         >>> from lit_diffusion.networks.unet import UNet

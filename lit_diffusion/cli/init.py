@@ -153,8 +153,7 @@ def count_images(root: Path) -> tuple[int, list[str]]:
     Raises:
         FileNotFoundError: if the folder does not exist.
         ValueError: if the folder has fewer than four images, an empty class folder, or images both
-            inside and outside of class folders. Four images are necessary, because at least two are
-            held out.
+            inside and outside of class folders.
     """
     if not root.is_dir():
         raise FileNotFoundError(

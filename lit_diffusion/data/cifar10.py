@@ -17,12 +17,11 @@ from lit_diffusion.files import check_regular
 class CIFAR10(ImageDataModule):
     """CIFAR-10: 50,000 training and 10,000 held-out color images of 32x32 pixels, in ten classes.
 
-    Missing files are downloaded. Without internet access, put the files into `root` yourself.
+    Missing files are downloaded into `root`. Without internet access, put them there yourself.
     Before a file is opened, its MD5 is compared with the published MD5.
 
     Args:
-        root: folder that contains `cifar-10-batches-py` or `cifar-10-python.tar.gz`. Missing files
-            are downloaded into it.
+        root: folder that contains `cifar-10-batches-py` or `cifar-10-python.tar.gz`.
         flip: whether to flip training images horizontally with probability 1/2. Flips differ
             between epochs.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.

@@ -15,11 +15,10 @@ from lit_diffusion.data.datasets import TensorImages, take_part
 class MNIST(ImageDataModule):
     """MNIST: 60,000 training and 10,000 held-out gray digits of 28x28 pixels.
 
-    Missing files are downloaded. Without internet access, put the files into `root` yourself.
+    Missing files are downloaded into `root`. Without internet access, put them there yourself.
 
     Args:
-        root: folder that contains `MNIST/raw/train-images-idx3-ubyte` and the other files. Missing
-            files are downloaded into it.
+        root: folder that contains `MNIST/raw/train-images-idx3-ubyte` and the other files.
         part: pair (k, n). Training uses only the training images k, k + n, k + 2n, and so on.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
@@ -108,11 +107,10 @@ class MNIST(ImageDataModule):
 class FashionMNIST(MNIST):
     """FashionMNIST: 60,000 training and 10,000 held-out gray images of clothes, 28x28 pixels.
 
-    Missing files are downloaded. Without internet access, put the files into `root` yourself.
+    Missing files are downloaded into `root`. Without internet access, put them there yourself.
 
     Args:
         root: folder that contains `FashionMNIST/raw/train-images-idx3-ubyte` and the other files.
-            Missing files are downloaded into it.
         part: pair (k, n). Training uses only the training images k, k + n, k + 2n, and so on.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 

@@ -25,8 +25,7 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
     """Embed the noise level l as sinusoids: all `cos(f_k * l)`, then all `sin(f_k * l)`.
 
     The frequencies are `f_k = 10000**(-2 * k / dim)`. The function computes in float64, because the
-    product `f_k * l` multiplies the rounding error of f_k by l. With float32 frequencies and
-    l = 999, the rounding errors changed the output of a network by 4e-6.
+    product `f_k * l` multiplies the rounding error of f_k by l.
 
     Args:
         noise_label: (B,) noise levels l, of an integer or floating-point dtype. They may be

@@ -274,8 +274,8 @@ def paired_spread(curves: Iterable[Curve]) -> Spread | None:
     pooled.
 
     Returns:
-        The spread. None if at most one run has two or more sets, or if all such runs have different
-        numbers of sets.
+        The spread. It is None unless at least two runs have equally many sets, and at least two
+        sets each.
     """
     groups: dict[int, list[list[float]]] = {}
     for curve in curves:
@@ -307,8 +307,7 @@ def loss_stability(losses: Sequence[float]) -> Stability:
 
     A spike begins when the loss exceeds twice the median of the last 20 losses (or fewer, at the
     beginning) that do not belong to a spike. The spike ends when the loss no longer exceeds this
-    threshold. A spike counts once, regardless of its length. The factor of 2 is larger than the
-    usual variation of a diffusion loss over batches of 64 images.
+    threshold. A spike counts once, regardless of its length.
 
     The loss counts as diverged if it is not finite at some step, if its last spike does not end, or
     if the median of the last 20 losses is above the first loss.
