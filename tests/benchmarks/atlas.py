@@ -7,6 +7,9 @@ EMA. The arm is then trained with the learning rate and the width that scored be
 seeds. To continue after a stop, run the same command again. Tuning writes atlas-tuning-STUDY.csv,
 and training writes atlas-STUDY.csv. --only trains some of the arms, which have the names in
 PARTS.
+
+The study on MNIST uses what was tuned on the digits. It reads data/ and mnist-cnn.safetensors in
+the current folder, which configs/mnist.yaml describes.
 """
 
 import argparse
@@ -43,11 +46,13 @@ class Study:
         experiment: configs of the recipe, which is the arm "baseline".
         arms: configs of each arm, joined by +, in the order in which they are trained.
         steps: optimizer steps of a run.
+        tuned_in: the study whose tuning is used; None to tune.
     """
 
     experiment: tuple[str, ...]
     arms: tuple[str, ...]
     steps: int
+    tuned_in: str | None = None
 
 
 PARTS = (
@@ -69,6 +74,7 @@ STUDIES = {
         tuple(arm for arm in PARTS if arm not in TIMES),
         600,
     ),
+    "mnist": Study(("mnist", "arms/digits/textbook"), PARTS, 500, "digits-textbook"),
 }
 
 
@@ -100,10 +106,9 @@ def score(record: Row) -> float:
 
 
 def tune(study: Study, arm: str, out: Path, jobs: int) -> list[Row]:
-    """Score each learning rate and each width of the EMA; the best learning rate is not at an edge.
+    """Score each learning rate and each width of the EMA.
 
-    Returns:
-        One row per learning rate and width, the best one first.
+    Learning rates are added until the best one is neither the lowest nor the highest.
     """
     rows: list[Row] = []
     lrs = {*LRS}
@@ -137,6 +142,18 @@ def train(study: Study, arm: str, lr: float, decay: str, out: Path, jobs: int) -
     return [*table([r for r in collect_runs([str(folder / runs[0].arm)]) if finished(r)], False)]
 
 
+def arm_name(arm: str) -> str:
+    """Name of an arm in the folders of runs, as `sweep` forms it."""
+    return "+".join(Path(part).stem for part in arm.split("+")) or BASELINE
+
+
+def best_settings(tuning: Path, arm: str) -> tuple[float, str]:
+    """Learning rate and EMA decay with which an arm scored best."""
+    rows = [row for row in csv.DictReader(tuning.open()) if row["arm"] == arm_name(arm)]
+    best = min(rows, key=lambda row: float(row["score"]))
+    return float(best["lr"]), best["decay"]
+
+
 def replace_rows(file: Path, rows: Sequence[Row]) -> None:
     """Write rows of an arm to a CSV file, in place of older rows of this arm."""
     old = [*csv.DictReader(file.open())] if file.exists() else []
@@ -156,9 +173,11 @@ def main() -> None:
     for arm in study.arms:
         if args.only and arm not in args.only:
             continue
-        tuned = tune(study, arm, out, args.jobs)
-        replace_rows(args.csv / f"atlas-tuning-{args.study}.csv", tuned)
-        rows = train(study, arm, tuned[0]["lr"], tuned[0]["decay"], out, args.jobs)
+        tuning = args.csv / f"atlas-tuning-{study.tuned_in or args.study}.csv"
+        if study.tuned_in is None:
+            replace_rows(tuning, tune(study, arm, out, args.jobs))
+        lr, decay = best_settings(tuning, arm)
+        rows = train(study, arm, lr, decay, out, args.jobs)
         replace_rows(args.csv / f"atlas-{args.study}.csv", rows)
 
 

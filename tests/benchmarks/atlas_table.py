@@ -81,7 +81,7 @@ if __name__ == "__main__":
     print()
     tuning = csv.DictReader(file.with_stem(file.stem.replace("atlas", "atlas-tuning")).open())
     best: dict[str, dict[str, str]] = {}
-    for each in tuning:  # the best row of each arm is its first
+    for each in sorted(tuning, key=lambda row: float(row["score"])):
         best.setdefault(each["arm"], each)
     heads = ["arm", "lr", "EMA decay", "score on the tuning seed"]
     print_table(

@@ -1,0 +1,102 @@
+"""CPU time of a training step of each arm of the atlas, as a ratio to a step of its control.
+
+    python tests/benchmarks/atlas_steps.py digits-textbook --csv docs/results
+
+All arms train in one process and take turns, batch by batch: each has a thread with a Trainer, and
+only the thread that has the turn runs. Times are CPU times of the process between the start and the
+end of a batch, on one thread of torch, so waiting does not count. A ratio is the median over rounds
+of the ratio within a round. Writes atlas-steps-STUDY.csv.
+"""
+
+import argparse
+import threading
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from atlas import CONFIGS, STUDIES, Study, arm_name
+from atlas_table import CONTROLS
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+from lit_diffusion.checkpoints.loading import instantiate
+from lit_diffusion.lab.compare.sweep import BASELINE, fit_settings
+from lit_diffusion.lab.compare.tables import to_csv
+
+WARM_UP = 10
+"""Steps of each arm that are not measured. The first steps are slower, as memory is allocated."""
+
+
+class Turns(Callback):
+    """Waits for its turn before each batch, measures the batch, and passes the turn on."""
+
+    def __init__(self, turn: threading.Semaphore, next_turn: threading.Semaphore) -> None:
+        self.turn, self.next_turn = turn, next_turn
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.turn.acquire()
+        self.start = time.process_time()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.process_time() - self.start)
+        self.next_turn.release()
+
+
+def fit(study: Study, arm: str, turns: Turns, rounds: int) -> threading.Thread:
+    """A thread that trains an arm with all of its callbacks, except those that evaluate."""
+    names = [*study.experiment, *(f"arms/{name}" for name in arm.split("+") if name)]
+    settings = fit_settings(arm, [str(CONFIGS / f"{name}.yaml") for name in names], [])
+    callbacks = [
+        instantiate([spec], Callback, (), arm)
+        for spec in settings["trainer"]["callbacks"]
+        if spec["class_path"].rpartition(".")[2] not in ("FIDEvaluation", "SampleGrid")
+    ]
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=rounds,
+        limit_val_batches=0,
+        callbacks=[turns, *callbacks],  # the first to start, so all callbacks are in the time
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = instantiate([settings["model"]], LightningModule, (), arm)
+    data = instantiate([settings["data"]], LightningDataModule, (), arm)
+    return threading.Thread(target=trainer.fit, args=(module, data), daemon=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    study = STUDIES[args.study]
+    turns = [threading.Semaphore(0) for _ in study.arms]
+    measured: dict[str, Turns] = {}
+    threads = []
+    for k, arm in enumerate(study.arms):
+        name = arm_name(arm)
+        measured[name] = Turns(turns[k], turns[(k + 1) % len(turns)])
+        threads.append(fit(study, arm, measured[name], WARM_UP + args.rounds))
+    for thread in threads:
+        thread.start()
+    turns[0].release()
+    for thread in threads:
+        thread.join()
+    rows = []
+    for name, each in measured.items():
+        control = measured[CONTROLS.get(name, BASELINE)].seconds
+        rounds = [*zip(each.seconds, control, strict=True)][WARM_UP:]
+        milliseconds = 1e3 * median(seconds for seconds, _ in rounds)
+        step_ratio = median(seconds / other for seconds, other in rounds)
+        rows.append({"arm": name, "milliseconds": milliseconds, "ratio": step_ratio})
+    (args.csv / f"atlas-steps-{args.study}.csv").write_text(to_csv(rows))
+
+
+if __name__ == "__main__":
+    main()
