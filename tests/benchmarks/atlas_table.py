@@ -78,12 +78,13 @@ if __name__ == "__main__":
     rows = [row(arm, control) for arm, control in pairs if control and control is not arm]
     heads = ["arm", "control", "seeds", "score", *TARGETS, "recall", "memorized"]
     print_table([name.replace("fid", "FID") for name in heads], rows)
-    print()
-    tuning = csv.DictReader(file.with_stem(file.stem.replace("atlas", "atlas-tuning")).open())
-    best: dict[str, dict[str, str]] = {}
-    for each in sorted(tuning, key=lambda row: float(row["score"])):
-        best.setdefault(each["arm"], each)
-    heads = ["arm", "lr", "EMA decay", "score on the tuning seed"]
-    print_table(
-        heads, [[a, r["lr"], r["decay"], f"{float(r['score']):.2f}"] for a, r in best.items()]
-    )
+    tuning = file.with_stem(file.stem.replace("atlas", "atlas-tuning"))
+    if tuning.exists():
+        best: dict[str, dict[str, str]] = {}
+        for each in sorted(csv.DictReader(tuning.open()), key=lambda each: float(each["score"])):
+            best.setdefault(each["arm"], each)
+        print()
+        print_table(
+            ["arm", "lr", "EMA decay", "score on the tuning seed"],
+            [[a, r["lr"], r["decay"], f"{float(r['score']):.2f}"] for a, r in best.items()],
+        )
