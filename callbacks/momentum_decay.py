@@ -102,9 +102,9 @@ class MomentumDecay(pl.Callback):
     - `step` is the number of calls of `optimizer.step()`, counted for each optimizer. If a
       GradScaler skips an update, it calls `step()` of a fused optimizer, but not `step()` of other
       optimizers. Therefore, a skipped update counts only for a fused optimizer.
-    - Checkpoints contain the number of steps of each optimizer and total_steps. On resume,
-      total_steps=None uses the total_steps of the checkpoint. If the total_steps of the checkpoint
-      and of this run differ, a warning is printed.
+    - Checkpoints contain total_steps and the number of steps of each optimizer. On resume,
+      total_steps=None uses the total_steps of the checkpoint. If this run has a different
+      total_steps, a warning is printed.
     - At the start of a batch, the beta1 and lr of the next update are logged as `mdlrc/beta1` and
       `mdlrc/lr`. If there are several optimizers or param groups, the names are
       `mdlrc/lr_optimizer1_group0` and so on.
@@ -119,9 +119,6 @@ class MomentumDecay(pl.Callback):
             fit. With min_beta1=0, beta1 is 0 at the end of the schedule.
         min_beta1: lower bound of beta1, in [0, beta0].
         compensate_lr: whether to multiply the lr by lr_factor. With False, the method is Demon.
-            With True, SGD and RMSprop raise an error, because they do not multiply gradients by
-            `1 - momentum`. A lower momentum therefore shrinks their updates even without
-            `lr_factor`.
         optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
@@ -354,9 +351,8 @@ class LRCompensation(MomentumDecay):
     """Control experiment for `MomentumDecay`: lowers the lr by the same factor, but keeps beta1.
 
     Each update uses the optimizer's lr, multiplied by the `lr_factor` that
-    `momentum_decay(step, total_steps, beta0, min_beta1)` returns. A run with `MomentumDecay`
-    uses exactly the same lr if the initial beta1 of its optimizer is `beta0`. The two runs then
-    differ only in momentum.
+    `momentum_decay(step, total_steps, beta0, min_beta1)` returns. A run with `MomentumDecay` and
+    an initial beta1 of `beta0` has exactly the lr of this control, and differs only in momentum.
 
     Args:
         total_steps: length of the schedule in optimizer steps; None uses the length of the fit.

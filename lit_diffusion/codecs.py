@@ -44,8 +44,7 @@ def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
     """Encode images with `codec.encode_for_training` if the codec has it, else with `codec.encode`.
 
     Args:
-        codec: codec of the module. A `VAECodec` has `encode_for_training`, which draws each latent
-            from the posterior. `VAECodec.encode` uses the mean of the posterior.
+        codec: codec of the module.
         images: uint8 (B, C, H, W).
 
     Returns:

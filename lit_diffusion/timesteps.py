@@ -2,8 +2,9 @@
 
 A training step draws a number u for each image of the batch with `draw_uniforms`. A larger u means
 a noisier image. The density of u is uniform, unless a callback, such as a curriculum, changes it.
-`Stratified`, `Antithetic` and `Independent` are joint distributions of the numbers u of a batch. A
-`TimestepDistribution`, such as `LogNormal`, maps u to a time of the process.
+`Stratified`, `Antithetic` and `Independent` are joint distributions of the numbers u of a batch.
+The quantile function of a `TimestepDistribution`, such as `LogNormal`, maps u to a time of the
+process.
 """
 
 import math

@@ -13,8 +13,8 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
 
     jsonargparse alone would keep each argument that the new class also has. For example, it would
     pass the time grid of the earlier solver to the new solver. Two import paths of one class count
-    as the same class. Arguments of an nn.Module stay if `spec` names a subclass of it, such as
-    `MeanFlow` after `DiffusionModule`.
+    as the same class. If the earlier class is an nn.Module and `spec` names a subclass of it, such
+    as `MeanFlow` after `DiffusionModule`, the arguments stay.
 
     Args:
         previous: class path and arguments in the earlier configs and options; None if there are
@@ -22,9 +22,9 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
         spec: class path and arguments in the later config or option.
 
     Returns:
-        A message that lists removed arguments; None if there is nothing to list. An argument is
-        listed if the new class also has it, if its removed value differs from the default of the
-        new class, and if `spec` does not set it.
+        A message that lists removed arguments; None if there is nothing to list. It lists only
+        arguments that the new class also has and that `spec` does not set. It leaves out arguments
+        whose removed value equals the default of the new class.
     """
     if not previous or not previous.get("class_path") or "init_args" not in previous:
         return None

@@ -34,11 +34,11 @@ Split: TypeAlias = Literal["train", "val", "test"]
 class ImageDataModule(LightningDataModule):
     """Base class of the data modules. A subclass defines `image_shape`, `class_names` and `load`.
 
-    The order of training images is a function of (seed, epoch). An incomplete last batch is
+    The order of training images depends only on seed and epoch. An incomplete last batch is
     dropped. A run that is resumed in the middle of an epoch continues there, even with a different
     batch size or number of processes. Validation and testing visit every image once, on any number
-    of processes. A batch of prediction has the seeds and the labels of images to generate, as two
-    int64 tensors of shape (B,).
+    of processes. A prediction batch contains the seeds and the labels of images to generate, as
+    two int64 tensors of shape (B,).
 
     Args:
         batch_size: images per batch and process, >= 1. Validation on several processes may use a

@@ -40,8 +40,8 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
         ndim: required number of dimensions; None allows any number.
 
     Raises:
-        TypeError: if the batch has no tensor at `key`, or if it has the wrong number of dimensions.
-            The message explains how to pass `key`.
+        TypeError: if the batch has no tensor at `key`, or if the tensor has the wrong number of
+            dimensions. The message explains how to pass `key`.
 
     Example:
         >>> select_images({"image": torch.zeros(2, 3, 8, 8), "name": ["a", "b"]}).shape
@@ -158,8 +158,8 @@ class FolderImages(Dataset[Tensor]):
     ignored, because `lit-diffusion sample` writes these overviews next to its samples.
 
     Raises:
-        ValueError: if there are no images. An item raises this error if its file is unreadable, or
-            if its shape differs from the shape of the first image.
+        ValueError: if there are no images. Indexing raises it if the file of the image is
+            unreadable, or if the image differs in shape from the first image.
 
     Example:
         >>> FolderImages("samples")[0].shape  # doctest: +SKIP

@@ -42,8 +42,8 @@ class VAECodec:
         FileNotFoundError: if a file is missing.
         ModuleNotFoundError: if diffusers is not installed.
         ValueError: if a number is out of range, if the folder contains a different kind of model,
-            or if the weights are in several files. At first use, also if the weights do not fit
-            config.json or are not finite.
+            or if the weights are in several files. At first use, the error is also raised if the
+            weights do not fit config.json or are not finite.
 
     Source: Rombach et al. 2022 (latent diffusion), sections 3.1 and D.1.
 

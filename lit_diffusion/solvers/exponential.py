@@ -38,9 +38,9 @@ class DPMSolverPP:
     Here, D extrapolates the last `order` estimates of x0, and z is standard normal noise. The first
     step and the step to the clean image are first order.
 
-    With `order=3`, the solver still converges with second order, but its error is smaller than
-    with `order=2`. The reason is that the coefficient of the second difference is half of the
-    coefficient in the Taylor series, as in the authors' code, diffusers and k-diffusion.
+    With `order=3`, the solver converges only with second order, because the coefficient of the
+    second difference is half of the coefficient in the Taylor series, as in the authors' code,
+    diffusers and k-diffusion. Nevertheless, the error is smaller than with `order=2`.
 
     Args:
         steps: number of steps, each of which evaluates the network once.

@@ -89,8 +89,8 @@ def check_rules(entry: Mapping[str, Any], track: Mapping[str, Any]) -> None:
     """Raise ValueError if an entry changes a setting that the rules of the speedrun fix.
 
     Args:
-        entry: all settings of a fit with the configs of the entry and `fixed_options`.
-        track: all settings of a fit with `configs/digits-ablation.yaml` and `fixed_options`.
+        entry: all settings of a run with the entry's configs and `fixed_options`.
+        track: all settings of a run with `configs/digits-ablation.yaml` and `fixed_options`.
     """
     from lit_diffusion.cli.changed_settings import differences
 
@@ -166,7 +166,7 @@ def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
 
 
 def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
-    """Return the score of a run at each evaluation. At 1 or less, the run reaches all targets.
+    """Return the score of a run at each evaluation. With a score <= 1, it reaches all targets.
 
     Each distance, such as the FID, is divided by its target. The score is the largest ratio.
 
