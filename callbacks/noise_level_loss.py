@@ -40,9 +40,9 @@ class NoiseLevelLoss(PeriodicEvaluation):
             images after every n optimizer steps, with averaged weights if a callback provides them.
             Losses of training images go to the loggers only, and not to `trainer.callback_metrics`.
         images: how to find the images in a batch: an index, a key, or a function of the batch. None
-            uses the batch itself, its first part, or the one image tensor of a dictionary. Images
-            are passed to the module's codec unchanged. If the batch is a tuple, its second part is
-            used as labels.
+            uses the whole batch if it is a tensor, the first item if it is a tuple, and the only
+            4-dimensional tensor if it is a dictionary. Images are passed to the module's codec
+            unchanged. If the batch is a tuple, its second item is used as labels.
 
     Raises:
         ValueError: if an argument is below 1, if `every_n_steps` is None and the fit has no

@@ -17,10 +17,10 @@ class Dispersive:
     pairs (i, j) of images of the batch on one device, including i = j. The loss is at most 0. It is
     lowest if the features of different images are far apart.
 
-    The division by D makes the temperature independent of the size of the block. The paper has a
-    temperature, for which it reports 0.5, and does not divide by D. The authors' code divides by D
-    and has no temperature. With the default, temperature 1, the loss equals the loss in the
-    authors' code. The loss is computed in float32, also under autocast.
+    The division by D makes the temperature independent of the size of the block. With the default
+    temperature of 1, the loss equals the loss in the authors' code, which divides by D and has no
+    temperature. The paper uses a temperature of 0.5 and does not divide by D. The loss is computed
+    in float32, also under autocast.
 
     Args:
         block: name of the block in the network, such as "blocks.3". The authors use a block at a

@@ -181,8 +181,8 @@ def fill(
 ) -> dict[str, Any]:
     """Load the data of the sharded tensors into a checkpoint that was read from meta.pt.
 
-    If tensors are read whole, the result equals a checkpoint that was saved to a single file. If
-    the folder is damaged, the function may raise an error of any type.
+    With `parameters=None`, the result equals a checkpoint that was saved to a single file. If the
+    folder is damaged, the function may raise an error of any type.
 
     Args:
         checkpoint: content of meta.pt.
@@ -190,7 +190,7 @@ def fill(
         shapes_only: whether to load zeros, which take no memory, instead of the data.
         parameters: sharded parameters (DTensor) by name. The weights, averages and optimizer state
             of a parameter are then sharded in the same way as the parameter, and all ranks must
-            call this function. None reads whole tensors.
+            call this function. None loads every tensor in full.
     """
     reader = _Reader(folder)
     tensors: dict[str, Tensor] = {}

@@ -43,10 +43,10 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     previous last.ckpt and repeats the steps since then.
 
     The weights in a new last.ckpt may already have diverged. Therefore, the previous last.ckpt is
-    preserved as before-last.ckpt until a batch has a finite loss with the new weights. On a GPU,
-    the loss is read only at logging steps. If there is no logging step between two saves, the
-    second save replaces before-last.ckpt only if FiniteUpdates has skipped no update since the
-    first save. If a non-finite loss or gradient ends the run, before-last.ckpt replaces last.ckpt.
+    preserved as before-last.ckpt until the new weights have proven good: a batch has a finite loss
+    with them, or `FiniteUpdates` skips no update until the next save. On a GPU, the loss is read
+    only at logging steps. If a non-finite loss or gradient ends the run before that,
+    before-last.ckpt replaces last.ckpt.
 
     Args:
         folder: folder of last.ckpt.

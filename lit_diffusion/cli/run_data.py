@@ -89,8 +89,8 @@ def real_images(
 
     The argument `reference` is a split of the run's data ("train", "val" or "test"), a folder or an
     .npz file. For a model of latents, None means the reference of the run's last evaluation. For
-    any other model, None means "val". The second image set, whose FID is reported for comparison,
-    comes from a different split. It is None if the reference is a folder or an .npz file.
+    any other model, None means "val". The second image set is the split "train", or "val" if the
+    reference is "train". It is None if the reference is a folder or an .npz file.
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None

@@ -56,7 +56,7 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def refuse_files(value: Any, source: Path) -> None:
-    """Raise ValueError if jsonargparse would open a setting as the path of a config or a pipe.
+    """Raise ValueError if a setting is the path of a config or pipe, which jsonargparse would open.
 
     Args:
         value: settings, in nested dictionaries and lists.

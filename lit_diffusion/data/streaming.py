@@ -145,8 +145,9 @@ class StreamedImages(CroppedImageDataModule):
     """Your own images in litdata's chunks, in a bucket or a mounted folder.
 
     If the set is in a bucket, only the index is stored on the disk, and each image takes two
-    requests. Therefore, throughput grows with `num_workers`, which may exceed the number of cores.
-    The first image of each set is checked at the start, and every other image when it is read.
+    requests. Therefore, throughput grows with `num_workers`, even beyond the number of cores. At
+    the start, only the first image of each set is checked. The others are checked when they are
+    read.
 
     Args:
         train: s3://BUCKET/PATH or gs://BUCKET/PATH of the training set, or a folder. Samples are
@@ -154,7 +155,7 @@ class StreamedImages(CroppedImageDataModule):
             file, a Pillow image, or a uint8 tensor (C, H, W).
         val: URL or folder of the held-out set; or the number of samples in `train` to hold out. In
             the latter case, the samples with the smallest hashes `fold("held out", index)` are held
-            out, and the hash of every sample is computed at the start.
+            out.
         image_size: pixels on each side of a crop, >= 1.
         num_classes: number of classes. Labels are integers in [0, num_classes). None ignores
             labels.

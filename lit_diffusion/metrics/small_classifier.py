@@ -40,7 +40,7 @@ class SmallClassifier(nn.Module):
         channels: channels of the images, >= 1.
         size: height and width of the images in pixels; an int if they are equal.
         widths: channels of each stage. The last entry is the number of features.
-        num_classes: number of classes, for which the head computes logits from the features.
+        num_classes: number of classes.
 
     Example:
         >>> network = SmallClassifier(channels=1, size=8, widths=(4, 6), num_classes=10).eval()
@@ -201,8 +201,9 @@ def _jittered_batches(
 def stage_widths(side: int) -> tuple[int, ...]:
     """Choose the widths of the stages of a `SmallClassifier` for images of `side` x `side` pixels.
 
-    The poolings between the stages halve the side of the feature map until it is between 4 and 7
-    pixels. Images of 4 to 15 pixels have two poolings, after which the side is 1 to 3 pixels.
+    If `side` is at least 16, the poolings between the stages halve the side of the feature map
+    until it is 4 to 7 pixels. If `side` is 4 to 15, there are two poolings, which reduce it to 1 to
+    3 pixels.
 
     Example:
         >>> stage_widths(8), stage_widths(64)

@@ -54,9 +54,10 @@ def check_conditioning(
 ) -> None:
     """Raise ValueError if the conditioning does not fit the network, label dropout or guidance.
 
-    Label dropout and classifier-free guidance need a conditioning. The number of classes or words
-    must be the same in the conditioning, the network and the argument `num_classes`. The function
-    warns if classifier-free guidance would use a prediction that is never trained.
+    Label dropout and classifier-free guidance need a conditioning. The conditioning and the network
+    must have the same number of classes or words. `num_classes` must be None or equal the number of
+    classes of the conditioning. The function warns if classifier-free guidance is used without
+    label dropout, because the unconditional prediction would then never be trained.
     """
     if not 0 <= label_dropout < 1:
         raise ValueError(f"label_dropout must be in [0, 1), got {label_dropout}.")
@@ -221,7 +222,7 @@ def check_data(
 
 
 def codec_record(codec: Codec) -> dict[str, Any]:
-    """Return the checkpoint entry that identifies a codec's weights; {} if it has none.
+    """Return the checkpoint entry that identifies a codec's weights; {} without weights.
 
     Example:
         >>> from lit_diffusion.codecs import PixelCodec
@@ -301,7 +302,7 @@ def _describe(value: object) -> str:
 
 
 def unused_classes(data: object) -> str | None:
-    """Return a hint that an unconditional model ignores the data's classes; None if there are none.
+    """Return a hint that an unconditional model ignores the data's classes; None without classes.
 
     Args:
         data: a data module.

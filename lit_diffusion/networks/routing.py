@@ -20,16 +20,15 @@ class TokenRouting:
 
     The random numbers come from torch's global generator. The loss covers all tokens.
 
-    A loss on the features of a block that is skipped, such as `auxiliary_losses.Dispersive`, gets
-    only the tokens that are not routed, in their original order.
+    If an auxiliary loss, such as `auxiliary_losses.Dispersive`, uses the features of a skipped
+    block, it gets only the tokens that are not routed, in their original order.
 
     Args:
-        fraction: share of the tokens of an image that is routed, in [0, 1). The number
-            of routed tokens is rounded, and must be less than the number of all tokens. The authors
-            use 0.5.
+        fraction: share of an image's patch tokens that is routed, in [0, 1). The number of routed
+            tokens is rounded, and must be less than the number of patches. The authors use 0.5.
         start: index of the first block that routed tokens skip. The authors use about 2.
-        end: index of the block that gets all tokens again, below the depth of the network. The
-            authors use about the depth minus 4.
+        end: index of the first block that gets all tokens again, less than the depth of the
+            network. The authors use about the depth minus 4.
 
     Raises:
         ValueError: if fraction, start or end is out of range.
@@ -102,8 +101,8 @@ class Route:
 
         Args:
             i: index of the block that x enters next.
-            x: (B, N + E, D), or (B, K + E, D) while tokens are routed. E may have grown since the
-                previous block.
+            x: (B, N + E, D), or (B, K + E, D) while tokens are routed. E may differ from block to
+                block.
 
         Returns:
             (B, K + E, D) from block `start` on, and (B, N + E, D) from block `end` on.

@@ -63,7 +63,7 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
-    """Return `solver.times`, or the default grid if `times` is None; None without a default.
+    """Return `solver.times`, or else the default grid of the solver; None if it has neither.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -131,7 +131,7 @@ def level_of(process: Process, t: Tensor) -> Tensor:
 
 
 def batch_of(t: Tensor, x: Tensor, until: Tensor | None = None) -> Tensor:
-    """Repeat a time t (a scalar on the CPU) for each of B images x, as a tensor on their device.
+    """Repeat a time t, a scalar on the CPU, in a tensor (B,) on the device of the B images x.
 
     The result has two attributes, which the host can read without synchronizing with the device.
     `time` is t as a Python number. `until`, which `MeanFlow` needs, is the time at which a
