@@ -97,8 +97,7 @@ def ema_update_(
         shadow: the averages.
         params: one tensor of weights for each average, with the shape of the average.
         decay: factor on the old averages, in [0, 1].
-        found_inf: scalar float tensor on the device. If it is 1, the averages do not change. The
-            check runs on the device, so the host does not wait for it.
+        found_inf: scalar float tensor on the device. If it is 1, the averages do not change.
 
     Example:
         >>> shadow = [torch.zeros(2)]
@@ -809,8 +808,8 @@ class EMA(pl.Callback):
     ) -> None:
         """Swap back the raw weights, and remove the hooks.
 
-        If the run stops because an update was not finite, the steps that the device has skipped are
-        subtracted from the step counts.
+        If a FloatingPointError stops the run, the number of skipped updates is subtracted from the
+        step counts.
         """
         self._activate(RAW)
         self._remove_hooks()

@@ -57,11 +57,11 @@ class FIDEvaluation(PeriodicEvaluation):
       generates the seeds r, r + R, and so on. The module generates in eval mode, in the Trainer's
       precision, and with the weights that the argument `weights` selects. The extractor computes in
       float32. The evaluation does not change the training.
-    - Metrics: the callback logs the FID as `val/fid_<num_samples>`. It also logs a floor as
-      `val/fid_<num_samples>_floor`. The floor is the FID of real images that replace the samples.
-      If the data have enough images, there are as many real images as samples, with the labels of
-      the samples. If the data have a test split, `trainer.test` logs `test/fid_<num_samples>`. If
-      `weights` is not "ema", the metric names contain the name of the weights.
+    - Metrics: the callback logs the FID as `val/fid_<num_samples>`. It also logs the floor, which
+      is the FID of real images, as `val/fid_<num_samples>_floor`. If the data have enough images,
+      the floor uses as many real images as there are samples, with the same labels. If the data
+      have a test split, `trainer.test` logs `test/fid_<num_samples>`. If `weights` is not "ema",
+      the metric names contain the name of the weights.
     - Files: each evaluation appends one line to `evaluations.jsonl` in the run folder. The line has
       the FID and all settings under which it was computed. The checkpoint with the best FID is
       `checkpoints/best-fid.ckpt` in the same folder.
@@ -105,9 +105,10 @@ class FIDEvaluation(PeriodicEvaluation):
             Each evaluation uses the next `num_samples` seeds, to measure how much the FID varies
             between sets of samples. The results are written to `evaluations.jsonl` only.
         images: how to find the images in a batch of a DataLoader: an index, a key, or a function of
-            the batch that returns images (N, C, H, W). None uses the batch itself, its first part,
-            or the one image tensor of a dictionary. Floats must have 256 levels over [0, 1] or
-            [-1, 1]. If the data module implements `metrics.images.HasSplits`, `images` is not used.
+            the batch that returns images (N, C, H, W). None uses the whole batch if it is a tensor,
+            the first item if it is a tuple or list, and the only 4-dimensional tensor if it is a
+            dictionary. Floats must have 256 levels over [0, 1] or [-1, 1]. If the data module
+            implements `metrics.images.HasSplits`, `images` is not used.
         auxiliary_metrics: whether to compute the auxiliary metrics.
 
     Raises:

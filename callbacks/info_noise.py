@@ -63,10 +63,11 @@ def noise_levels(module: Any, num_bins: int) -> NoiseLevels:
 def information_weight(levels: NoiseLevels) -> Tensor:
     """Compute the factors that convert squared errors of the velocity to information about x0.
 
-    There is one factor for each part of each bin. For the best possible network, the factor times
-    the squared error of the velocity is the amount by which the information of x_t about x0 changes
-    over the part. For any other network, this product is the part's term in the variational bound
-    on the likelihood. The squared error of the velocity is `1 + SNR` times the squared error of x0.
+    Each bin is divided into `PARTS` parts, and each part has one factor. For the best possible
+    network, the factor times the squared error of the velocity is the change of the mutual
+    information of x_t and x0 from one end of the part to the other. For any other network, this
+    product is the term of the part in the variational bound on the likelihood. The squared error of
+    the velocity is `1 + SNR` times the squared error of x0.
 
     Args:
         levels: noise levels of the bins.
@@ -121,7 +122,7 @@ def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> 
 
 
 class InfoNoise(LossBasedDensity):
-    """Samples noise levels so that their share of the objective follows the entropy rate.
+    """Samples noise levels so that each level's share of the objective follows the entropy rate.
 
     The profile is the entropy rate times a gate. In the following formulas, `error_of_x0` is the
     lowest possible error of x0, which is estimated from losses:
@@ -130,21 +131,21 @@ class InfoNoise(LossBasedDensity):
         gate    = r**3 / (r**3 + gate_sigma**3)        with r = sigma / alpha
         density = profile / (weight of the loss on the squared error of x0)
 
-    The share of a noise level in the training objective is `density * weight`. Because of the
-    division by the weight, this share follows the profile. The losses have no importance weights,
-    so the training objective changes. Without the gate, the profile would be too large at low noise
-    levels, where the derivative of the SNR is large, and where the errors of an unfinished network
-    are far above the lowest possible errors.
+    The share of a noise level in the training objective is `density * weight`, so it follows the
+    profile. The losses are not corrected for the density, so the training objective changes.
+    Without the gate, the profile would be too large at low noise levels. There, the derivative of
+    the SNR is large, and the errors of an unfinished network are far above the lowest possible
+    errors.
 
     Noise levels are sampled uniformly until each bin has `history` losses. The callback logs
     `info_noise/full`, the fraction of bins with `history` losses, and `info_noise/tv`, the total
-    variation between the density and the uniform density.
+    variation distance between the density and the uniform density.
 
-    The division by the weight makes the density prefer high noise levels if the weight falls to 0
-    as the SNR falls to 0. The weight does so for `Epsilon` with `Simple`, and for `MinSNR`. It does
-    not for `Velocity` with `Simple`, `FlowVelocity` with `Simple`, or `EDMPreconditioning`. Noise
-    levels `sigma / alpha` outside [0.002, 80], the range of EDM, are sampled only by the uniform
-    part of the density.
+    If the weight approaches 0 at high noise levels, the density prefers these levels, because the
+    profile is divided by the weight. This happens for `Epsilon` with `Simple`, and for `MinSNR`. It
+    does not happen for `Velocity` with `Simple`, `FlowVelocity` with `Simple`, or
+    `EDMPreconditioning`. Noise levels `sigma / alpha` outside [0.002, 80], the range of EDM, are
+    sampled only by the uniform part of the density.
 
     The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. It
     cannot be `MeanFlow`, whose losses are normalized and depend on two times.

@@ -22,17 +22,17 @@ class PretrainedEncoder(nn.Module):
 
     The features are the encoder's output for each patch (the patch tokens of `last_hidden_state`,
     after the final layer norm). The images are resized to `image_size` by antialiased bicubic
-    interpolation, and normalized by the mean and standard deviation in preprocessor_config.json.
-    Gray images are repeated for each color channel. The encoder sees the same crop and mirroring as
+    interpolation, and normalized by the mean and standard deviation in preprocessor_config.json. A
+    gray image is copied to all three color channels. The encoder sees the same crops and flips as
     the network.
 
     The encoder needs images. It works with data modules that return images, with `PixelCodec` or
     with a `VAECodec` that encodes the images in each step. It does not work with latents that were
     encoded in advance (`data.latents.Latents`), because these data have no images.
 
-    The folder is read in the first training step, so it is not needed to load a checkpoint for
-    sampling. The encoder's weights are not part of the module's parameters. Checkpoints contain
-    only the SHA-256 of the encoder's weights. The encoder computes in the precision of the Trainer.
+    The folder is read in the first training step. Sampling from a checkpoint does not need the
+    folder. The encoder's weights are not part of the module's parameters. Checkpoints contain only
+    the SHA-256 of the encoder's weights. The encoder computes in the precision of the Trainer.
 
     Args:
         path: local folder in the layout of transformers: config.json, model.safetensors and

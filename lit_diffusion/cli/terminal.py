@@ -8,7 +8,7 @@ BOLD, RED, GREEN, YELLOW, CYAN = "1", "1;31", "32", "33", "36"
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that can move its cursor, as a progress bar needs."""
+    """Return whether a stream is a terminal that can move its cursor, which progress bars need."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

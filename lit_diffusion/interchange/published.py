@@ -1,8 +1,8 @@
 """Import published checkpoints, and infer the network's arguments from the weights' shapes.
 
-Some arguments do not affect shapes and must be passed: the number of attention heads, the order of
-the heads in the weights of q, k and v, and whether the label embedding has a row for "no class". If
-the name or shape of any weight does not fit the inferred network, an error is raised.
+Some arguments cannot be inferred from shapes and must be passed: the number of attention heads, the
+order of the heads in the weights of q, k and v, and whether the label embedding has a row for "no
+class". If the name or shape of any weight does not fit the inferred network, an error is raised.
 """
 
 import inspect
@@ -42,7 +42,8 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
     """Convert a published checkpoint to an exported network, and write it to a folder.
 
     Args:
-        file: file with published weights. For the kind "diffusers-unet", a folder of diffusers.
+        file: file with published weights. For the kind "diffusers-unet", a folder that diffusers
+            wrote.
         kind: "diffusers-unet" or a key of `KINDS`.
         out: folder for the exported network.
         overrides: arguments of the network that cannot be inferred from shapes, or that replace
@@ -84,8 +85,8 @@ def model_config(spec: Json) -> Json:
     """Return a config of an imported network, to be added to a config with all other settings.
 
     The returned config contains all arguments of the network, even arguments with default values,
-    so that no argument of the other config remains. It also contains the number of classes, and the
-    image shape if the network supports only one image size.
+    so that it overrides every argument of the network in the config to which it is added. It also
+    contains the number of classes, and the image shape if the network supports only one image size.
 
     Args:
         spec: the result of `convert`.

@@ -70,9 +70,9 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     The function leaves `fused` unchanged if the optimizer was created with `fused`, `foreach` or
     `differentiable`, or if a parameter is complex.
 
-    When the optimizer loads a checkpoint, it ignores `fused` and `foreach` in the checkpoint, and
-    gives the loaded state the memory format of the weights. Therefore, the device, `fused` and the
-    memory format may differ between a run and its resume.
+    When the optimizer loads a checkpoint, it keeps its own `fused` and `foreach`, and converts the
+    loaded state to the memory format of the weights. Therefore, a run may be resumed on another
+    device, with another value of `fused`, or in another memory format.
 
     If fused=True is passed to the optimizer's constructor, the optimizer itself unscales the
     gradients of precision=16-mixed. For this reason, Lightning does not allow `gradient_clip_val`

@@ -76,14 +76,14 @@ class Spectrum:
 
     @property
     def expected_weights(self) -> NDArray[np.float64]:
-        """Quadrature weights (V, m), replaced by their expectation `1 / P` at the spectrum's ends.
+        """Quadrature weights (V, m), with `1 / P` for the eigenvalues at both ends of the spectrum.
 
         In a single Lanczos run, the weight of a large eigenvalue is proportional to the square of
         one normal variable, so sums over large eigenvalues would be noisy. Therefore, weights are
-        replaced by `1 / P`, from both ends of the spectrum inward. The replacement stops at the
-        first Ritz value on which the runs disagree. It also stops at the first weight whose mean
-        over runs is at least `4 / P`, because this eigenvalue has multiplicity > 1. The other
-        weights are rescaled, so that each row still sums to 1.
+        replaced by their expectation `1 / P`, from both ends of the spectrum inward. The
+        replacement stops at the first Ritz value on which the runs disagree. It also stops at the
+        first weight whose mean over runs is at least `4 / P`, because its eigenvalue has a
+        multiplicity above 1. The remaining weights are rescaled, so that each row still sums to 1.
         """
         magnitudes = np.abs(self.nodes).max(axis=0)
         agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan
@@ -104,7 +104,7 @@ class Spectrum:
         """Variance of the Ritz values with equal weights.
 
         A figure of "Why diffusion models are stable and how to make them faster" (2023) seems to
-        show this unweighted variance. The variance says more about the Lanczos method, which finds
+        show this unweighted variance. This variance says more about the Lanczos method, which finds
         extreme eigenvalues first, than about the matrix.
         """
         return float(np.nanvar(self.nodes))

@@ -274,8 +274,8 @@ def paired_spread(curves: Iterable[Curve]) -> Spread | None:
     pooled.
 
     Returns:
-        The spread. It is None unless at least two runs have equally many sets, and at least two
-        sets each.
+        The spread. It can be computed if at least two runs have the same number of sets, and this
+        number is at least 2. Otherwise, the result is None.
     """
     groups: dict[int, list[list[float]]] = {}
     for curve in curves:

@@ -122,7 +122,7 @@ def build_report(
             none, the first arm.
         target: FID to reach; None means the lowest FID that every seed of the baseline reached.
         metric: name of the metric, such as val/fid_360, or a loss in metrics.csv. None means the
-            FID that most runs have.
+            FID metric that occurs in the most runs.
         only: names of the arms to compare; None means all.
 
     Raises:
@@ -240,7 +240,7 @@ def _bullet_list(lines: Iterable[str]) -> str:
 
 
 def html(text: str, pngs: Mapping[str, bytes]) -> str:
-    """Convert a report's Markdown to one HTML page; `pngs` has the figures by file name."""
+    """Convert a report's Markdown to one HTML page; `pngs` maps file names to figures."""
     parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
     body = str(parser.render(text.replace("+-", "\N{PLUS-MINUS SIGN}")))
     for name, png in pngs.items():  # quotes in the text are &quot;
