@@ -216,7 +216,7 @@ class MomentumDecay(pl.Callback):
             self._total_steps, self._steps = 0, self._steps if trainer.global_step else []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise ValueError if an optimizer or scheduler is not supported or callbacks conflict."""
+        """Raise ValueError if an optimizer or scheduler is not supported, or callbacks conflict."""
         refuse_split_weights(trainer, pl_module, type(self).__name__)
         indices = self._optimizer_indices(trainer)
         for other in trainer.callbacks:  # type: ignore[attr-defined]

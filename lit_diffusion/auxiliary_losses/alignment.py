@@ -33,8 +33,8 @@ class RepresentationAlignment(nn.Module):
     interpolated bilinearly to the grid of the teacher.
 
     The projector has PyTorch's default initialization, whereas the code of the authors of REPA and
-    SRA uses Xavier initialization. Because the projector is not a part of the network,
-    `ModelParallelStrategy` is not supported.
+    SRA uses Xavier initialization. `ModelParallelStrategy` is not supported, because the projector
+    is not a part of the network.
 
     Args:
         block: name of the block in the network, such as "blocks.7". REPA uses the eighth block of

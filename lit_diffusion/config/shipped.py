@@ -32,7 +32,7 @@ def find_shipped_config(path: str) -> str | None:
 
     Returns:
         The path. None if no config with this name is installed, or if the current folder has a file
-        with this name, which takes precedence.
+        with this name, because that file takes precedence.
     """
     match = re.fullmatch(r"configs/([\w./-]+\.yaml)", path)
     if match is None or ".." in match[1] or Path(path).exists():

@@ -275,7 +275,7 @@ def split_rows(
     The `num_val` images with the smallest hashes `fold("held out", key)` are held out.
 
     Args:
-        split: "val" for the held-out images. Any other value selects all other images.
+        split: "val" selects the held-out images. Any other value selects the remaining images.
         keys: one key per image, such as its index or name.
         num_val: number of images to hold out.
         source: origin of the images, for the error message.

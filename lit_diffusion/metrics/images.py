@@ -67,8 +67,8 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     """Convert the images of a batch to uint8 (N, C, H, W).
 
     Channels-last images (N, H, W, C) are permuted. The values of floating-point images must be
-    multiples of 1/255 in [0, 1], or these 256 levels scaled to [-1, 1]. If the values fit neither
-    range or both, the function raises an error, because it cannot tell which value is black.
+    `k / 255` or `2 * k / 255 - 1` for integers k from 0 to 255. If it is not clear which of
+    these two formulas holds, the function raises an error.
 
     Args:
         batch: batch of any data loader.
@@ -133,8 +133,8 @@ def read_image(path: Path) -> Tensor:
     """Read a gray or RGB image file, with or without an alpha channel, as uint8 (C, H, W).
 
     Raises:
-        ValueError: if the file cannot be read, or if it has a color mode other than gray or RGB,
-            with or without an alpha channel.
+        ValueError: if the file cannot be read, or if the image is neither gray nor RGB. An alpha
+            channel is allowed.
 
     Example:
         >>> read_image(Path("cat.png")).shape  # doctest: +SKIP

@@ -170,7 +170,7 @@ class EmbeddedCondition(NamedTuple):
 
     Attributes:
         vector: (B, D), or None.
-        tokens: (B, 1 + L, D), the first of which is the null token; or None.
+        tokens: (B, 1 + L, D), or None. The first token is the null token.
         mask: (B, 1 + L) bool, True for the tokens to attend to. The network attends to all tokens
             that are not padding, or to the null token if an image has only padding.
 

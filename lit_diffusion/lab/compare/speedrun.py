@@ -34,14 +34,14 @@ MAX_EVALUATIONS = 20
 """Maximum number of evaluations of the network for one sample."""
 
 EVALUATE_EVERY = 50
-"""Optimizer steps between evaluations. The interpolated step depends on it, so it is the same for
-all entries."""
+"""Optimizer steps between evaluations, which are the same for all entries, because the interpolated
+steps to the targets depend on them."""
 
 FREE_SETTINGS = (
     *("model", "tuned_on", "trainer.max_steps"),
     *("trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"),
 )
-"""Settings that an entry may change. It may also add callbacks, and change those other than
+"""Settings that an entry may change. An entry may also add, change and remove callbacks other than
 FIDEvaluation."""
 
 RECORDS = Path(__file__).with_name("speedrun.csv")
