@@ -78,9 +78,9 @@ class GradientDiagnostics(PeriodicEvaluation):
       above 0.
     - `grad/update_ratio`: norm of the last update divided by the norm of the weights.
 
-    Gradients are computed in eval mode, with the weights being trained. Training is unaffected,
-    because these gradients are not accumulated and the states of the random generators are
-    restored. Each rank computes all metrics, and rank 0 logs them. A measurement costs
+    Gradients are computed in eval mode, with the raw weights, not the EMA weights. Training is
+    unaffected, because these gradients are not accumulated and the states of the random generators
+    are restored. Each rank computes all metrics, and rank 0 logs them. A measurement costs
     `2 * num_levels` forward and backward passes, each with half of the images.
 
     Args:
@@ -88,8 +88,9 @@ class GradientDiagnostics(PeriodicEvaluation):
         num_levels: number of noise levels, >= 1.
         num_images: number of images, which must be even. At each noise level, one gradient is
             computed for each half of the images.
-        images: how to find the images in a batch: an index, a key, or a function of the batch. None
-            uses the batch itself, its first part, or the one image tensor of a dictionary.
+        images: where the images are in a batch: an index, a key, or a function of the batch. None
+            uses the batch if it is a tensor, its first item if it is a tuple or list, and its only
+            4-dimensional tensor if it is a dictionary.
 
     Raises:
         ValueError: if an argument is invalid, if no data set can be indexed, or if weights are

@@ -79,7 +79,7 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
 
 
 def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
-    """Return a mixture of the uniform density and one proportional to the RMS of each bin's losses.
+    """Mix the uniform density with a density proportional to the RMS of each bin's losses.
 
     Args:
         history: losses of num_bins bins.
@@ -165,7 +165,10 @@ class LossBasedDensity(TimestepWriter):
 
     @abstractmethod
     def density(self, history: LossHistory) -> Tensor:
-        """Return float64 probabilities of the bins; all ones until every bin has a full history."""
+        """Return the probabilities (num_bins,) of the bins in float64.
+
+        Until every bin has a full history, all entries are 1, which means the uniform density.
+        """
 
     def recorded_losses(self, pl_module: pl.LightningModule, outputs: dict[str, Tensor]) -> Tensor:
         """Return the losses (B,) to record for a batch.

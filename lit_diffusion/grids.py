@@ -22,8 +22,8 @@ class Sections:
 
     By default, there is one section: the grid goes from the noisiest time T - 1 to time 0, and then
     to the clean time. A grid with a single step goes from time 0 to the clean time. With
-    `counts=(10, 15, 20)`, the times of the process are divided into three sections. The grid has 10
-    times of the least noisy section, 15 of the next one and 20 of the noisiest one.
+    `counts=(10, 15, 20)`, the times of the process are divided into three sections. The grid
+    consists of 10 times from the least noisy section, 15 from the next and 20 from the noisiest.
 
     Args:
         counts: number of times in each section, beginning with the least noisy section. The sum of

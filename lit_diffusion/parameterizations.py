@@ -267,7 +267,7 @@ class FDM:
 class ContrastCorrection:
     """Undoes the bias of `auxiliary_losses.ContrastiveFlow` when x0 is estimated.
 
-    The network outputs what `base` defines, plus the bias. Before `base` estimates x0 from the
+    The network outputs the target of `base`, plus the bias. Before `base` estimates x0 from the
     output, this class removes the bias: it replaces the output with
 
         (1 - weight) * output + weight * base.target(mean, noise=0, alpha, sigma).
@@ -276,8 +276,8 @@ class ContrastCorrection:
     the correction to a trained network, or remove it, before you sample.
 
     At the optimum, the corrected model equals a model that was trained without the contrastive
-    term. The formula for the corrected output holds if the target is linear in x0 and noise, as the
-    targets of all classes in this file are.
+    term. The formula above holds if the target of `base` is linear in x0 and the noise. This is
+    true for all classes in this file.
 
     Conversely, the weight `-w / (1 - w)` adds the bias of `ContrastiveFlow(w)` to a model that was
     trained without the contrastive term. Sampling with this weight is a control experiment, which

@@ -15,11 +15,11 @@ class ContrastiveFlow:
     """Contrastive term `-weight * mean(W(t) * mean((output - other_target)**2))`.
 
     The term has the opposite sign of the training loss. `other_target` is the target that another
-    image of the batch, with its own noise, would have at the same t. The other image is drawn
-    uniformly from the other images of the batch on one device. It may have the same label, as in
-    the authors' code. W is the weight of the training loss, including `timestep_weight`. Use the
-    term with `DenoisingLoss` or `HybridLoss`, but not with `UncertaintyLoss`, because W does not
-    contain the learned weights of that loss.
+    image of the batch, with its own noise, would have at the same t. This image is drawn uniformly
+    from the other images on the same device, and may have the same label, as in the authors' code.
+    W is the weight of the training loss, including `timestep_weight`. Use the term with
+    `DenoisingLoss` or `HybridLoss`, but not with `UncertaintyLoss`, because W does not contain the
+    learned weights of that loss.
 
     The term biases the model. Let E[target] be the mean target over all images at time t. At the
     optimum, the network outputs

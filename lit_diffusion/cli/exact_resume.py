@@ -60,8 +60,8 @@ class ExactResume(AccumulationTracker, Callback):
     - Lightning does not save `callback_metrics`. After a resume, ReduceLROnPlateau,
       ModelCheckpoint and EarlyStopping therefore lack the metrics that they monitor.
     - Lightning saves only a part of the state of ModelCheckpoint.
-    - Lightning does not save whether EarlyStopping has stopped the fit. A resume would therefore
-      train further.
+    - Lightning does not save whether EarlyStopping has stopped the fit. A resumed run would
+      therefore continue to train.
 
     The files metrics.csv and evaluations.jsonl stay consistent with a checkpoint. All rows of the
     checkpoint's step are on disk before the checkpoint is written, and a resume deletes the rows of

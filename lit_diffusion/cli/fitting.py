@@ -503,7 +503,7 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
         error: error that ended a run.
         request: the command line.
         untrained: whether the error occurred before the first optimizer step after the checkpoint
-            was loaded. If so, an error in an optimizer is attributed to its state in the
+            was loaded. If so, an error in an optimizer is attributed to the optimizer state in the
             checkpoint.
 
     Returns:

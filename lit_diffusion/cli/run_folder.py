@@ -167,8 +167,8 @@ def read_config(config: str | Path) -> Any:
 
     For a missing file, return {}, because the parser raises an error for this file later.
 
-    A run may be moved. Therefore, in a config that a run wrote, the path of the run folder is
-    replaced by the current folder of the config.
+    If a run wrote the config, the path of the run folder in it is replaced by the current folder of
+    the config, because the run may have been moved.
     """
     if os.path.isdir(config):
         fix = f"name a file in it, such as {os.path.join(config, 'config.yaml')}"

@@ -111,9 +111,9 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     """Write a record to evaluations.jsonl, and replace older records of the same measurement.
 
     Two records belong to the same measurement if their steps and all settings are equal, for
-    example because a run resumed from an earlier step and repeated an evaluation. An evaluation
-    outside a fit does not know the number of training images, so `record.images` is None. The new
-    line then takes this number from the line that it replaces.
+    example because a run resumed from an earlier step and repeated an evaluation. If
+    `record.images` is None, as after an evaluation outside a fit, the number of training images is
+    copied from the record that is replaced.
 
     Args:
         path: the file, which is created if it does not exist.

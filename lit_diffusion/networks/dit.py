@@ -111,7 +111,7 @@ class DiT(nn.Module):
         token_routing: random tokens that skip some blocks in training, as in
             `networks.routing.TokenRouting`. None sends all tokens through all blocks.
         two_times: whether the network also takes an interval of noise levels, as `MeanFlow` needs.
-            The noise label is then (B, 2), or (B,) for the interval 0.
+            The noise label is then (B, 2), or (B,) for intervals of length 0.
 
     Raises:
         ValueError: if sizes do not fit together.

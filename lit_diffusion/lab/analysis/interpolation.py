@@ -1,8 +1,8 @@
 """Compute losses on the line between two sets of weights, optionally with aligned features.
 
-Two runs may learn the same features in a different order. Weights between the two runs then mix
-different features, unless a permutation has aligned them. Alignment covers the hidden layers of
-residual blocks and MLPs, and all layers of a DCGAN. Features between blocks cannot be permuted
+Two runs may learn the same features in a different order. Interpolated weights then mix different
+features, unless a permutation has aligned them. Alignment covers the hidden layers of residual
+blocks and MLPs, and all layers of a DCGAN. Features between blocks cannot be permuted
 independently, because skip connections tie them together.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 2; Goodfellow et
@@ -210,7 +210,12 @@ def draw_interpolations(
 ) -> None:
     """Draw one panel per loss.
 
-    Each entry of `lines` is an array of shape (number of losses, K), and gives one curve per panel.
+    Args:
+        names: names of the losses, which are the titles of the panels.
+        alphas: (K,) positions on the line between the weights.
+        lines: arrays of shape (len(names), K), by the label of the curve. Panel i shows row i.
+        path: file of the figure.
+        note: title of the figure.
     """
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]

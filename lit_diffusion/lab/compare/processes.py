@@ -56,12 +56,12 @@ def claim_log(path: Path) -> IO[bytes] | None:
 def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
     """Run all jobs in parallel processes, and stop them if this process is interrupted or signaled.
 
-    If OMP_NUM_THREADS is not set, it is set to the number of cores divided by `at_once` in each
-    process.
+    In each process, OMP_NUM_THREADS is set to the number of cores divided by `at_once`, unless it
+    is set already.
 
-    Batch systems announce the end of their time limit with SIGUSR1. If this process gets a SIGUSR1,
-    it sends a SIGUSR1 to the running processes, and waits until they end. If this process gets a
-    SIGTERM or SIGHUP or is interrupted, it sends a SIGTERM to the running processes, and a SIGKILL
+    Batch systems send a SIGUSR1 shortly before the time limit of a job. If this process gets a
+    SIGUSR1, it sends a SIGUSR1 to the running processes, and waits until they end. If this process
+    gets a Ctrl-C, SIGTERM or SIGHUP, it sends a SIGTERM to the running processes, and a SIGKILL
     after `PATIENCE` seconds. Signals that this process ignores, for example under nohup, stay
     ignored.
 
