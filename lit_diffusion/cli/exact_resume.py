@@ -67,9 +67,8 @@ class ExactResume(AccumulationTracker, Callback):
     checkpoint's step are on disk before the checkpoint is written, and a resume deletes the rows of
     later steps. Training images are counted correctly even if a resume changes the batch size.
 
-    A resume from a checkpoint that a callback other than `LastCheckpoint` has saved may be inexact.
-    `ExactResume` marks such checkpoints, and you can still sample from them. A checkpoint is marked
-    in these cases:
+    If a callback other than `LastCheckpoint` saves a checkpoint, a resume from it may be inexact.
+    You can still sample from it. `ExactResume` marks the checkpoint in these cases:
 
     - The checkpoint was saved while gradients were being accumulated. It lacks these gradients, so
       a resume from it raises an error.

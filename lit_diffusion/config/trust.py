@@ -54,9 +54,9 @@ def allow_class_paths(
 ) -> Iterator[None]:
     """Context in which configs may name classes from `TRUSTED` and anything from `packages`.
 
-    In this context, jsonargparse also replaces old names in configs, and resolves the short class
-    names of `short_names`. If a later config or option names a different class, the arguments of
-    the earlier class are dropped.
+    Within the context, jsonargparse also replaces old names in configs, and resolves the short
+    class names of `short_names`. If a later config or option names a different class, the arguments
+    of the earlier class are dropped.
 
     Args:
         packages: dotted names of trusted modules and packages. A package includes all modules in
