@@ -126,8 +126,9 @@ class PeriodicEvaluation(Callback, ABC):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise ValueError if this callback would never run, or too rarely for a monitor.
 
-        With `every_n_steps=None`, the fit must have a validation. With a number, no other callback
-        may monitor a metric of this callback, because monitors need the metric at each validation.
+        If `every_n_steps` is None, the fit must have a validation. If it is a number, no other
+        callback may monitor a metric of this callback, because monitors need the metric at each
+        validation.
         """
         name = type(self).__name__
         if self.every_n_steps is None and not trainer.enable_validation:

@@ -1,8 +1,9 @@
 """InfoNoise: train where a little less noise tells most about the clean image.
 
 The conditional entropy of x0 given x_t is the uncertainty about the clean image that remains at the
-time t. By the I-MMSE relation, its derivative with respect to the SNR `(alpha / sigma)**2` is minus
-half the error of the best possible estimate of x0. Training losses estimate this error.
+time t. By the I-MMSE relation, the derivative of this entropy with respect to the SNR
+`(alpha / sigma)**2` is minus half the error of the best possible estimate of x0. Training losses
+estimate this error.
 
 Source: Guo et al. 2005 (I-MMSE, arXiv cs/0412108); Raya et al. 2026 (InfoNoise, arXiv 2602.18647).
 """

@@ -28,9 +28,8 @@ def optimizer_and_schedule(
 
     Args:
         module: module to train. Parameters that do not require a gradient are not trained.
-        make_optimizer: function that creates the optimizer from the parameters. The optimizer is
-            then changed by `with_fused_kernels`. If it is a `MuonAdamW`, it is attached to the
-            module.
+        make_optimizer: function that creates the optimizer from the parameters. A `MuonAdamW` is
+            attached to the module.
         make_schedule: function that creates the schedule from the optimizer; None keeps the
             learning rate constant.
         total_steps: function that returns the number of optimizer steps of the whole run, or None

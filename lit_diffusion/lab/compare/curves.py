@@ -250,7 +250,7 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
     differences between runs.
 
     Returns:
-        The spread; None if each run has fewer than two finite FIDs of its last weights.
+        The spread; None if no run has at least two finite FIDs of its last weights.
     """
     squares, degrees = 0.0, 0
     for curve in curves:
