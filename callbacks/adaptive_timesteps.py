@@ -56,9 +56,8 @@ def beta_log_density(parameters: Tensor, num_bins: int) -> Tensor:
 def select_bins(reductions: Tensor, num: int) -> Tensor:
     """Select the bins whose reductions predict the sum over all bins best.
 
-    These are the bins with the largest F-statistic in a linear regression of the sum on the
-    reduction of the bin. The function compares squared correlations with the sum instead, because
-    they give the same order.
+    The reductions of these bins have the largest squared correlations with the sum. Therefore, they
+    also have the largest F-statistics in a linear regression of the sum on the reduction of a bin.
 
     Args:
         reductions: (n, num_bins) float64: how much each of n >= 2 updates reduced the term of each
@@ -85,10 +84,10 @@ class AdaptiveTimesteps(TimestepWriter):
     """Samples noise levels from a Beta density, and learns which levels lower the objective most.
 
     The objective is the variational bound on the likelihood, a sum of one term for each bin of
-    noise levels. Every `every_n_steps` optimizer steps, the callback measures, for each image of
-    the batch, how much an update reduces the sum of `num_selected` terms. This reduction is the
-    reward of the noise level at which the image was trained. The callback updates the parameters of
-    the Beta density with the policy gradient (REINFORCE) of the rewards. An entropy term keeps the
+    noise levels. Every `every_n_steps` optimizer steps, the callback measures how much an update
+    reduces the sum of `num_selected` terms of each image in the batch. This reduction is the reward
+    of the noise level at which the image was trained. The callback updates the parameters of the
+    Beta density with the policy gradient (REINFORCE) of the rewards. An entropy term keeps the
     density from concentrating on a few noise levels.
 
     The callback selects the terms whose reductions best predicted the reduction of the whole
@@ -113,8 +112,8 @@ class AdaptiveTimesteps(TimestepWriter):
         every_n_steps: optimizer steps between measurements.
         num_selected: number of bins whose terms are in the reward.
         queue_size: number of recent measurements from which these bins are selected.
-        lr: learning rate of Adam for the two parameters of the density. A measurement changes them
-            by about `lr`, so the density moves little in fewer than `every_n_steps / lr` steps.
+        lr: learning rate of Adam for the two parameters of the density. Each measurement changes
+            them by about `lr`, so a change by 1 takes about `every_n_steps / lr` steps.
         entropy_weight: factor on the entropy of the density. The entropy is added to the mean of
             `reward * log_density`, with rewards that are scaled to an RMS of 1.
 
@@ -129,8 +128,8 @@ class AdaptiveTimesteps(TimestepWriter):
     density is the output of a network that sees the image. Here, all images share one density. The
     authors do not scale the rewards. Here, rewards are divided by their RMS, so that the effect of
     `entropy_weight` does not depend on the scale of the objective. Three more choices are ours: the
-    bins that are selected first, the equal noise before and after the update, and the uniform
-    density at the start.
+    selected bins are evenly spaced at the start, the density is uniform at the start, and an image
+    has the same noise before and after the update.
 
     Example:
         >>> AdaptiveTimesteps(num_bins=4).density_at().tolist()
@@ -209,7 +208,8 @@ class AdaptiveTimesteps(TimestepWriter):
 
         Args:
             bins: (B,) int64 bins of the noise levels of the batch.
-            rewards: (B,) float64 rewards. If they are all 0, or not finite, nothing changes.
+            rewards: (B,) float64 rewards. If all of them are 0, or if one is not finite, the
+                density does not change.
         """
         scale = rewards.square().mean().sqrt()
         if not 0 < scale < float("inf"):

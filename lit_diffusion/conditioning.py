@@ -50,11 +50,8 @@ class ClassLabels:
         return torch.tensor(classes_of(seeds, self.num_classes))
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError unless `condition` has `num` valid labels.
-
-        Without this check, an invalid label on a GPU would fail an assertion in a CUDA kernel.
-        After that, the process could no longer use the GPU.
-        """
+        """Raise ValueError unless `condition` has `num` valid labels."""
+        # On a GPU, an invalid label fails an assertion in a kernel. CUDA is unusable after that.
         if not isinstance(condition, Tensor):
             raise ValueError(f"labels must be one tensor ({num},), got {type(condition).__name__}.")
         if condition.shape != (num,) or condition.dtype not in (torch.int64, torch.int32):

@@ -35,8 +35,7 @@ class BatchAssignment:
         within_classes: whether to permute noise only among images with the same label. With False,
             the noise of a class is not standard normal, because each class gets the noise that is
             close to its images. A conditional model is then biased, because sampling starts from
-            noise that the model has not seen in training. Without labels, noise is permuted in the
-            whole batch.
+            standard normal noise. Without labels, noise is permuted in the whole batch.
 
     Raises:
         ValueError: if cost is unknown. In training, the error is also raised if within_classes is

@@ -57,9 +57,7 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
 
     Args:
         path: file to write or replace.
-        shared: whether several processes may write this file at the same time. If True, each
-            process writes to its own temporary file and locks it. If False, the temporary file for
-            `path` always has the same name.
+        shared: whether several processes may write this file at the same time.
 
     Raises:
         OSError: if the file cannot be written, for example because the disk is full. The error

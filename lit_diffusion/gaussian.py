@@ -115,11 +115,8 @@ _tables_of: dict[int, dict[torch.device, Tensor]] = {}  # by id of the process, 
 def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float64) -> Posterior:
     """Look up the posteriors of a discrete process for steps from t to t - 1.
 
-    The first call for a process and a device computes a float64 table of all steps. All calls read
-    the posteriors from this table.
-
     Args:
-        process: a process in discrete steps.
+        process: a discrete process with T steps.
         t: (B,) integers from 0 to T - 1, in any dtype.
         dtype: dtype of the posteriors.
 

@@ -45,7 +45,7 @@ class MuonAdamW(Optimizer):
             `1 - lr * weight_decay`, with the lr of their group.
         adjust_lr_fn: scale of Muon's update of a matrix (m, n). With "match_rms_adamw", the scale
             is `0.2 * sqrt(max(m, n))`. The root mean square of the update is then about `0.2 * lr`,
-            which is typical of AdamW too, so that an lr for AdamW suits Muon. With "original", the
+            as is typical of AdamW, so an lr that suits AdamW also suits Muon. With "original", the
             scale is `sqrt(max(1, m / n))`.
 
     Raises:
@@ -161,9 +161,9 @@ class MuonAdamW(Optimizer):
 def hidden_matrices(module: nn.Module) -> list[Tensor]:
     """List the weights with two or more dimensions in the blocks of a module's networks.
 
-    Here, a network is any submodule with an attribute `block_names`, or the module itself. If the
-    blocks begin with a convolution of the images, as in a U-Net, the kernel of this convolution is
-    left out.
+    The networks are the submodules that have an attribute `block_names`, and the module itself if
+    it has this attribute. If the blocks of a network begin with a convolution of the images, as in
+    a U-Net, the kernel of this convolution is left out.
 
     Example:
         >>> from lit_diffusion.networks.unet import UNet

@@ -477,9 +477,9 @@ class EDMProcess:
 class VE(EDMProcess):
     """Variance-exploding process: `EDMProcess` with noise levels from 0.02 to 100.
 
-    The network gets `ln(sigma / 2)` as its noise label. To train as in Song et al., use `Epsilon`
-    and `Uniform` times. The network of Song et al. learns sigma times the score, which is the
-    target of `Epsilon` with the opposite sign.
+    The network gets `ln(sigma / 2)` as its noise label. To train as in Song et al., use the
+    parameterization `Epsilon` and `Uniform` times. The network of Song et al. learns sigma times
+    the score, which is the target of `Epsilon` with the opposite sign.
 
     Args:
         sigma_min: smallest noise level, in units of x0.

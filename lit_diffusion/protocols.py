@@ -1,7 +1,7 @@
 """Structural types (protocols) of the parts of the library.
 
-A class does not have to inherit from a protocol. A class fits a protocol if it has the methods of
-the protocol. Therefore, a callback works with any LightningModule that has the methods that the
+A class fits a protocol if it has the methods of the protocol. It does not have to inherit from the
+protocol. Therefore, a callback works with any LightningModule that has the methods that the
 callback calls.
 
 Symbols: `x_t = alpha * x0 + sigma * noise`. Images are (B, C, H, W), and times t are (B,) float64.
@@ -45,10 +45,10 @@ class Denoised(NamedTuple):
     Attributes:
         x0: (B, C, H, W) estimate of the clean image.
         noise: (B, C, H, W) estimate of the noise, with `x_t = alpha * x0 + sigma * noise`.
-        logvar_frac: (B, C, H, W) learned log-variance of the reverse step. The value 0 means the
-            logarithm of the posterior variance, and 1 means the logarithm of the variance beta of
-            `q(x_t | x_s)`. Other values interpolate linearly. None if the network does not learn
-            the variance.
+        logvar_frac: (B, C, H, W) learned log-variance of the reverse step, on a linear scale. On
+            this scale, 0 is the logarithm of the posterior variance, and 1 is the logarithm of
+            beta, which is the variance of `q(x_t | x_s)`. None if the network does not learn the
+            variance.
         shift: (B, C, H, W) gradient of a classifier. `DDPM` adds `variance * shift` to the mean of
             each reverse step. None without `ClassifierShift`.
 
@@ -534,11 +534,12 @@ class DescribesSampling(Protocol):
         """Return solver, steps, guidance and other settings, as values that JSON supports."""
 
 
+# Not runtime_checkable: from Python 3.12 on, `isinstance` would return False for a module whose
+# codec is an nn.Module.
 class HasNoiseLevels(Protocol):
     """A module that computes the loss of images at given noise levels.
 
-    This protocol does not support `isinstance`, because in Python 3.12 and later, `isinstance`
-    would return False for a module whose codec is an nn.Module.
+    This protocol does not support `isinstance`.
     """
 
     @property

@@ -24,8 +24,8 @@ class AppendingCSVLogger(Logger):
     A row is in the file when `log_metrics` returns. New metrics become new columns at the right.
 
     When a run resumes at a step, `rewind` deletes the rows of later steps. If `rewind` was not
-    called before, the first `log_metrics` calls it with its own step. Rows of the step at which the
-    run resumes are replaced when their metrics are logged again, and so are rows of `log_ahead`.
+    called before, the first `log_metrics` calls it with its own step. If metrics of the step at
+    which the run resumes are logged again, the new row replaces the old one.
 
     Args:
         save_dir: folder of the run, created with the first row.

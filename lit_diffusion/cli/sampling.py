@@ -57,8 +57,8 @@ def write_samples(
         trajectory: whether to write the trajectories of the first images as well.
 
     Raises:
-        ValueError: if `num` is below 1, if the folder has images from different options, or if
-            `trajectory` is set for a module without `watch`.
+        ValueError: if `num` is below 1, if the folder has images that were generated with other
+            options, or if `trajectory` is True and the module has no attribute `watch`.
     """
     if num < 1:
         raise ValueError(f"--num must be at least 1, got {num}.")

@@ -95,7 +95,7 @@ def suggest(name: str, names: Iterable[str], rule: str) -> str:
     Args:
         name: the wrong name.
         names: the valid names. The message suggests the closest one, ignoring case. If none is
-            close, it lists up to 30 of them.
+            close, the message lists all names, unless there are more than 30.
         rule: beginning of the message, such as "there is no option".
     """
     names = list(names)

@@ -272,12 +272,11 @@ class ImageFolder(ImageFileDataModule):
     Args:
         train: folder of the training images.
         val: folder of the held-out images, with the same class folders; or the number of training
-            images to hold out. In the latter case, the images with the smallest hashes
-            `fold("held out", name)` of their names are held out.
+            images to hold out. In the latter case, a hash of the file names selects the images.
         image_size: pixels on each side of a crop, >= 1.
         strict: whether to raise an error if an image is smaller than `image_size` or its mode does
-            not fit `channels`. If False, such images are enlarged and converted. The alpha channel
-            is dropped if `channels` is 1 or 3.
+            not fit `channels`. If False, small images are enlarged, and images of other modes are
+            converted. The conversion drops the alpha channel if `channels` is 1 or 3.
         **options: options of `ImageFileDataModule`: full_check, cache_dir; channels, flip,
             random_crop; batch_size, num_workers, num_predict, seed.
 

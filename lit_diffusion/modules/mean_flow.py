@@ -44,15 +44,14 @@ class MeanFlow(DiffusionModule):
     value is r. A fraction `equal_times` of the images has r = t instead. Only images with r < t
     need the Jacobian-vector product.
 
-    If eta is 0, `DDIM` and `Euler` use the average velocity of each step in `generate`. Other
+    In `generate`, `DDIM` and `Euler` with `eta=0` use the average velocity of each step. Other
     solvers, likelihoods and inversion use the velocity v.
 
     Args:
         *args: arguments of `DiffusionModule`. The network must take two times, as `UNet` and `DiT`
             do with `two_times=True`. Its noise labels are (B, 2): labels of t and of t - r. The
             process must be `LinearFlow`, the parameterization `FlowVelocity`, and the loss
-            `DenoisingLoss`. An `auxiliary_loss` raises an error, because it would get the time
-            that is drawn first, whereas the network gets the later of two times.
+            `DenoisingLoss`. An `auxiliary_loss` raises an error.
         equal_times: fraction of the images with r = t. The authors use 0.75.
         power: exponent of the adaptive weight. The authors use 1. With 0, the loss is the squared
             error. Use 0 for data of a few dimensions, where the network would otherwise learn a
@@ -153,9 +152,10 @@ class MeanFlow(DiffusionModule):
             condition: condition of the images; None for an unconditional network.
             t: (B,) float64 times.
             noise: (B, C, H, W) standard normal noise.
-            step: number of completed optimizer steps. In training, the method draws another time
-                for each image, and uses the larger of the two times as t. If None, the result is
-                the flow-matching loss at t, which depends only on the arguments and the weights.
+            step: number of completed optimizer steps in training; None otherwise. If None, the
+                result is the flow-matching loss at t, which depends only on the arguments and the
+                weights. In training, the method draws a second time for each image. The larger of
+                the two times then takes the place of t.
         """
         if step is None:
             return super().per_sample_loss(x0, condition, t, noise)

@@ -6,9 +6,9 @@ Each Triton program handles all P pixels of one image in one or more groups of c
 over the pixels twice. The first pass computes sums over the pixels, and the second pass computes
 the output. The second pass runs in reverse order, so it finds most of the pixels in the caches.
 
-In channels_last format, a program handles at least 32 adjacent channels where the groups allow it,
-because the GPU reads memory at full speed only in units of 64 bytes or more. In contiguous format,
-this minimum is not necessary, because the pixels of a channel are adjacent.
+In channels_last format, a program handles at least 32 adjacent channels if the number of groups
+allows it, because the GPU reads memory at full speed only in units of 64 bytes or more. In
+contiguous format, this minimum is not necessary, because the pixels of a channel are adjacent.
 
 The kernels use neither atomic operations nor autotuning. Therefore, the same input gives
 bit-identical output.

@@ -43,8 +43,8 @@ class Consistency:
         same_class: mean PSNR between images of different models and different seeds of the same
             class, in dB. None if there are no classes, or if no class has two seeds.
         nearest: mean PSNR between images and their nearest training images, in dB. If `all_pairs`
-            is not higher, models may agree only because they reproduce training images. None if no
-            training images were given.
+            is not higher than `nearest`, models may agree only because they reproduce training
+            images. None if no training images were given.
         same_nearest: fraction of pairs of images from the same seed that have the same nearest
             training image. None if no training images were given.
         features: similarity of features, `1 - d_same / d_other`. Here, d_same is the mean feature

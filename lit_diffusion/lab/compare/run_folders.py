@@ -297,8 +297,8 @@ def differing_settings(
 def flatten_config(config: Any, name: str = "") -> dict[str, Any]:
     """Convert a nested config to a dictionary with dotted names, such as `optimizer.lr`.
 
-    In a dotted name, an object in a list is called by the name of its class. If the list has
-    several objects of a class `Class`, the second one is called `Class#2`.
+    In the dotted name of a setting, an object in a list is represented by its class name. If the
+    list has several objects of a class `Class`, the second one is represented by `Class#2`.
 
     Example:
         >>> flatten_config({"optimizer": {"class_path": "torch.Adam", "init_args": {"lr": 0.1}}})
@@ -355,14 +355,15 @@ def select(
     """Group runs by arm, and leave out runs whose FIDs are not comparable.
 
     A run is left out if it was cut short, if one of its files is broken, or if it lacks the metric.
-    It is also left out if it measures FID with other settings than most runs of the baseline, or if
-    it generates samples with other settings than most runs of its arm.
+    It is also left out if its FID settings differ from those of most baseline runs, or if its
+    sampling settings differ from those of most runs of its arm.
 
     Args:
         runs: runs of an experiment.
         baseline: name of the baseline. None means the arm with the name "baseline" or, if there is
             none, the first arm.
-        metric: name of the metric; None means the FID that most runs have.
+        metric: name of the metric. None means the FID that was computed in most runs, such as
+            `val/fid_50k`.
 
     Raises:
         ValueError: if fewer than two arms remain, if the baseline is not among them, if two runs of
@@ -401,10 +402,12 @@ def select(
 
 
 def most_frequent_metric(runs: Iterable[Run]) -> str:
-    """Find the FID that most runs have, preferably on validation data.
+    """Find the name of the FID that was computed in most runs, such as `val/fid_50k`.
+
+    If there are names that begin with `val/`, only these are considered.
 
     Raises:
-        ValueError: if no run has an FID, or several are equally frequent.
+        ValueError: if no run has an FID, or if several names are equally frequent.
     """
     all_counts = Counter(metric for run in runs for metric in run.fid_metrics)
     validation = {name: n for name, n in all_counts.items() if name.startswith("val/")}

@@ -106,7 +106,7 @@ def _notes_on_run(run: Run, metric: str) -> list[str]:
 
 
 def settings_table(selection: Selection) -> Table | None:
-    """Make a table of settings in which arms differ from the baseline; None if there are none."""
+    """Make a table of settings in which arms differ from the baseline; None if no arm differs."""
     base = selection.arms[selection.baseline][0].config
     configs = {name: runs[0].config for name, runs in selection.arms.items()}
     rows = [
@@ -201,8 +201,7 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
 def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:
     """Find the FIDs that `evaluate --ema` measured at the last step of a run.
 
-    If FIDs were measured with different settings, only those with the most common settings are
-    used.
+    If the settings of these FIDs differ, only the FIDs with the most common settings are used.
 
     Returns:
         The settings of the measurement, and the FIDs by width of the EMA.

@@ -106,9 +106,9 @@ class Speedup:
             no interval.
         p: two-sided p-value for a ratio of 1; None if there is no interval.
         is_lower_bound: whether the true ratio may be larger, because a seed of the baseline never
-            reached the FID, or because a seed of the arm was already there at the first evaluation.
+            reached the FID, or because a seed of the arm had reached it by its first evaluation.
         is_upper_bound: whether the true ratio may be smaller, because a seed of the arm never
-            reached the FID, or because a seed of the baseline was already there at the first
+            reached the FID, or because a seed of the baseline had reached it by its first
             evaluation.
     """
 
@@ -123,10 +123,10 @@ class Speedup:
 def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     """Measure how many times fewer steps an arm needs than the baseline.
 
-    The interval comes from Welch's t test on log steps. If only a bound of a step is known, the
-    bound is used in place of the step. The ratio is then also a bound. If the ratio is a lower
-    bound, the interval has no upper end. If the ratio is an upper bound, the interval starts at 0.
-    If the bound leaves open which arm is faster, there is no interval.
+    The interval comes from Welch's t test on the logarithms of the steps. If only a bound on the
+    step of a run is known, the test uses this bound, so the ratio is a bound too. If the ratio is a
+    lower bound, the interval has no upper end. If it is an upper bound, the interval starts at 0.
+    If it leaves open which arm is faster, there is no interval.
 
     Example:
         >>> result = speedup([Crossing(4.0e6)], [Crossing(1.8928e6)])
@@ -161,7 +161,7 @@ def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
     """Run a paired t test of the log speed-up to an FID, over shared seeds.
 
     Returns:
-        The result; None if the test is undefined, or if only a bound is known for the step at which
+        The result; None if `paired` returns None, or if only a bound is known for the step at which
         a run reached the FID.
     """
     pairs = shared_seeds(arm, baseline)
@@ -180,7 +180,7 @@ def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
     sets of each run are used, where k is the smallest number of sets.
 
     Returns:
-        The result; None if the test is undefined, if the two runs of a seed end at steps that
+        The result; None if `paired` returns None, if the two runs of a seed end at steps that
         differ by more than 1%, or if an FID is not finite.
     """
     pairs = shared_seeds(arm, baseline)

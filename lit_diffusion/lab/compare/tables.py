@@ -151,10 +151,10 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """Format the FID at which a speed-up is measured, as in " to 0.306", or as "" for the target.
+    """Format the FID to which a speed-up is measured, as in " to 0.306"; "" if it is the target.
 
-    If the FID differs from the target but rounds to the same number, the result has more digits and
-    also contains the target, as in " to 0.2693, not 0.2691".
+    If the FID and the target differ but round to the same number, the result has more digits and
+    contains both, as in " to 0.2693, not 0.2691".
     """
     if result.at == comparison.target:
         return ""
@@ -320,7 +320,11 @@ def steadiness_table(comparison: Comparison) -> Table:
 
 
 def by_seed_table(comparison: Comparison) -> Table | None:
-    """Make a table of paired tests for arms that share seeds with the baseline; None if none do."""
+    """Make a table of paired tests for arms that share seeds with the baseline.
+
+    Returns:
+        The table; None if no test is possible.
+    """
     base, metric = comparison.baseline, comparison.metric
     results = [r for r in comparison.results if len(shared_seeds(r.arm, base)) > 1]
     speeds = [speedup_by_seed(result.arm, base, result.at) for result in results]
