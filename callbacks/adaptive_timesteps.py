@@ -100,12 +100,12 @@ class AdaptiveTimesteps(TimestepWriter):
 
     The losses have no importance weights, so the training objective changes. All ranks share their
     rewards and use the same density. Checkpoints contain the state, so a resumed run continues
-    exactly. If another callback saves checkpoints in `on_train_batch_end`, list that callback after
-    this callback. AdaptiveTimesteps logs `adaptive_timesteps/mean`, the mean noise level u, and
-    `adaptive_timesteps/tv`, the total variation between the density and the uniform density.
+    exactly. Callbacks that save checkpoints in `on_train_batch_end` must come after this callback
+    in the list of callbacks. AdaptiveTimesteps logs `adaptive_timesteps/mean`, the mean noise level
+    u, and `adaptive_timesteps/tv`, the total variation between the density and the uniform density.
 
     The module must be a `DiffusionModule` with a `DenoisingLoss`, or have the same attributes. It
-    cannot be `MeanFlow`, whose network gets two times for each image.
+    cannot be `MeanFlow`.
 
     Args:
         num_bins: number of equal bins over u in [0, 1].

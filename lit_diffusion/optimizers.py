@@ -31,8 +31,8 @@ class MuonAdamW(Optimizer):
     The optimizer has two param groups, Muon's and then AdamW's. A learning-rate schedule multiplies
     the lr of both. If `add_param_group` adds weights later, AdamW updates them.
 
-    Under DDP, each rank updates all matrices. FSDP2 splits matrices over ranks, so `attach` raises
-    an error.
+    Under DDP, each rank updates all matrices. Under FSDP2, `attach` raises an error, because the
+    matrices are split over ranks.
 
     Args:
         params: parameters to train.

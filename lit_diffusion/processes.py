@@ -83,8 +83,8 @@ class CosineBetas:
 class SigmoidBetas:
     """Betas for which alpha-bar falls like a sigmoid.
 
-    Compared with cosine betas, fewer steps have almost no noise or almost no signal. Sigmoid betas
-    suit images larger than 64x64 pixels.
+    Compared with cosine betas, fewer of the T steps have almost no noise or almost no signal.
+    Sigmoid betas suit images larger than 64x64 pixels.
 
     Args:
         num_steps: number of steps T.

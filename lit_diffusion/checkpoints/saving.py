@@ -140,7 +140,7 @@ def save_plain(checkpoint: dict[str, Any], path: Path) -> None:
 
 @contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Context manager that turns write errors into OSErrors with the path and free disk space."""
+    """Context manager that turns write errors into OSErrors that name the path and free space."""
     try:
         yield
     except (OSError, RuntimeError) as error:

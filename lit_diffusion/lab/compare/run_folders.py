@@ -362,7 +362,7 @@ def select(
         runs: runs of an experiment.
         baseline: name of the baseline. None means the arm with the name "baseline" or, if there is
             none, the first arm.
-        metric: name of the metric. None means the FID that was computed in most runs, such as
+        metric: name of the metric. None chooses the FID metric that most runs recorded, such as
             `val/fid_50k`.
 
     Raises:
@@ -402,7 +402,7 @@ def select(
 
 
 def most_frequent_metric(runs: Iterable[Run]) -> str:
-    """Find the name of the FID that was computed in most runs, such as `val/fid_50k`.
+    """Find the name of the FID metric that most runs recorded, such as `val/fid_50k`.
 
     If there are names that begin with `val/`, only these are considered.
 

@@ -126,7 +126,7 @@ def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     The interval comes from Welch's t test on the logarithms of the steps. If only a bound on the
     step of a run is known, the test uses this bound, so the ratio is a bound too. If the ratio is a
     lower bound, the interval has no upper end. If it is an upper bound, the interval starts at 0.
-    If it leaves open which arm is faster, there is no interval.
+    If the bound leaves open which arm is faster, there is no interval.
 
     Example:
         >>> result = speedup([Crossing(4.0e6)], [Crossing(1.8928e6)])
