@@ -111,8 +111,7 @@ class MomentumDecay(pl.Callback):
     - AdamW multiplies its weight decay by the lr, so `lr_factor` scales the weight decay as well.
     - The momentum of torch's Muon is treated as beta1. The paper does not consider Muon. Muon
       gives the newest gradient the weight `1 - beta1**2` (Nesterov) and then orthogonalizes the
-      update, so that the size of the update does not depend on beta1. Therefore, the newest
-      gradient does not have the same weight in all updates of Muon.
+      update. Therefore, the newest gradient does not have the same weight in all updates of Muon.
 
     Args:
         total_steps: length of the schedule in steps of each optimizer; None uses the length of the
