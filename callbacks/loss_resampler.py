@@ -117,9 +117,9 @@ class LossBasedDensity(TimestepWriter):
 
     The losses of all ranks are gathered, and non-finite losses are dropped. Checkpoints contain the
     history, so a resumed run continues exactly. If another callback saves checkpoints in
-    `on_train_batch_end`, list that callback after this callback. Otherwise, the checkpoints lack
-    the losses of the last batch. Lightning's own checkpoint callbacks may be anywhere in the list,
-    because Lightning runs them last.
+    `on_train_batch_end`, list it after this callback. Otherwise, the checkpoints lack the losses of
+    the last batch. Lightning's own checkpoint callbacks may be anywhere in the list, because
+    Lightning runs them last.
 
     Args:
         num_bins: number of equal bins over [0, 1]. With fewer bins, all histories are full sooner.

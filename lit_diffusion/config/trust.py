@@ -1,8 +1,8 @@
 """Restrict the classes that a config or checkpoint may name, and resolve short class names.
 
 jsonargparse imports and calls whatever a class path names, so an untrusted file could run any code.
-Therefore, a class path raises an error before its import, unless it is in a package of `TRUSTED` or
-in a package that the user trusts.
+Therefore, a class path is imported only if it is in a package of `TRUSTED` or in a package that the
+user trusts. Any other class path raises an error.
 
 From packages of `TRUSTED`, only classes are allowed, not functions. jsonargparse alone would also
 accept functions with a suitable return type, and some functions in these packages execute their
