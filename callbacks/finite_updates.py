@@ -100,7 +100,7 @@ class FiniteUpdates(pl.Callback):
       gradients of all batches accumulated for the update are dropped. If the loss or gradient is
       not finite on one rank, all ranks skip the update. `global_step` and lr schedules advance, as
       they do when a GradScaler skips a step.
-    - The run stops with an error once more than `max_nonfinite_steps` updates have been skipped.
+    - If more than `max_nonfinite_steps` updates have been skipped, the run stops with an error.
       Existing checkpoints are not changed.
     - For each skipped update, a message names the optimizer step and the rank. If the loss is not
       finite, the message can also name the samples and their noise levels. To enable this,
@@ -152,9 +152,9 @@ class FiniteUpdates(pl.Callback):
 
     Raises:
         ValueError: if `max_nonfinite_steps` is negative. At the start of a fit, the error is also
-            raised if an optimizer computes several losses in one step (LBFGS). If
-            `max_nonfinite_steps` is above 0, the error is also raised if the strategy splits
-            weights over ranks or updates weights in its own way.
+            raised if an optimizer computes several losses in one step (LBFGS), or if the strategy
+            does not support a `max_nonfinite_steps` above 0, because it splits weights over ranks
+            or updates weights in its own way.
         FloatingPointError: if too many updates are skipped, or if a checkpoint with non-finite
             weights would be saved.
 

@@ -1,4 +1,4 @@
-"""Average weights with EDM2's power-function EMA, and save snapshots for EMAs of other widths."""
+"""Average weights with EDM2's power-function EMA. Snapshots allow other EMA widths after a run."""
 
 import shutil
 from math import prod
@@ -36,15 +36,14 @@ class PowerEMA(EMA):
     widths from a checkpoint and the snapshots of earlier steps. To do so, call
     `load(run, weights="power_0.07")` or run `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For
     widths from 0.02 to 0.25, 20 snapshots suffice. A reconstruction is a linear combination of
-    snapshots. The profile of an average gives the share of each training step in the average. An
-    error is raised if the reconstructed profile differs from the profile of the requested width by
-    a relative L2 error above 0.1.
+    snapshots that approximates the share of each training step in the requested average. An error
+    is raised if the relative L2 error of these shares is above 0.1.
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
     use the average with the first width, while `LightningModule.state_dict()` returns the raw
     weights. A resumed run deletes the snapshots of steps after the checkpoint. A checkpoint stores
-    the SHA-256 hashes of its snapshots, and reading a snapshot with a different hash raises an
-    error.
+    the SHA-256 hashes of the run's snapshots, and reading a snapshot with a different hash raises
+    an error.
 
     The averages are stored in float32, and their rounding errors grow with the number of steps. For
     example, if the weights change by 10% in a run of 400,000 steps, the rounding errors are 0.3% of

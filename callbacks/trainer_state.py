@@ -127,7 +127,7 @@ def is_batch_ending(trainer: pl.Trainer) -> bool:
     """Whether the Trainer is running the hooks `on_train_batch_end`.
 
     If a callback saves a checkpoint in `on_train_batch_end`, Lightning calls `on_save_checkpoint`
-    inside this hook. The function then returns True in `on_save_checkpoint` too.
+    before `on_train_batch_end` returns. This function then returns True in both hooks.
     """
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.completed < batches.processed)
@@ -444,9 +444,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def saves_split_tensors(module: pl.LightningModule | None) -> bool:
-    """Whether each rank saves its own parts of the split tensors in the states of callbacks.
+    """Whether callbacks can save split tensors as they are, because each rank saves its own parts.
 
-    Each rank saves its own parts if the attribute `saves_split_tensors` of the strategy is True.
+    This is the case if the strategy has an attribute `saves_split_tensors` that is True.
     Lightning's own strategies do not have this attribute.
 
     Example:
@@ -741,8 +741,7 @@ class TimestepWriter(pl.Callback, ABC):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Reset the module's attributes to None, if this callback has set them.
 
-        This method is also the hook `on_train_batch_end`. Lightning does not call that hook after
-        every batch, so the method also runs at the end of a fit and after an exception.
+        Lightning also calls this method as `on_train_batch_end` and `on_exception`.
         """
         for attribute, value in self._written._asdict().items():
             if value is not None and getattr(pl_module, attribute) is value:

@@ -39,13 +39,14 @@ class SelfTeacher(nn.Module):
 
     Args:
         block: name of the teacher's block, such as "blocks.19". For SiT-XL with 28 blocks, the code
-            of the authors aligns the eighth block with the twentieth.
+            of the authors aligns the network's eighth block with the teacher's twentieth.
         decay: decay of the average per optimizer step, in [0, 1). The code of the authors uses
             0.9999.
         max_interval: upper limit of k, the difference between the network's u and the teacher's u,
             in [0, 1]. The code of the authors uses 0.2 with SiT.
         width: number of features of the teacher's block at each position. None means as many as in
-            the aligned block, which is right if both are blocks of a transformer.
+            the aligned block of the network. This is right for a transformer, where all blocks have
+            the same width.
 
     Raises:
         ValueError: if an argument is out of range, or if the network has no block of this name.
@@ -93,7 +94,7 @@ class SelfTeacher(nn.Module):
 
     @torch.no_grad()
     def features(self, module: Any, batch: NoisedBatch) -> Tensor:
-        """Return features (B, h, w, D). The first call after each step updates the average."""
+        """Return features (B, h, w, D). Also update the average weights once per optimizer step."""
         self._average(module.network, module.global_step)
         interval = self.max_interval * torch.rand_like(batch.u)
         t = module.times.quantile((batch.u - interval).clamp(min=0), module.process)

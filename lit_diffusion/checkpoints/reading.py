@@ -219,7 +219,7 @@ def _describe(value: Any) -> str:
 
 
 def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Check that a checkpoint has all entries, besides the weights, that resuming a run needs.
+    """Check that a checkpoint contains not only weights, but all that is needed to resume a run.
 
     Raises:
         ValueError: if entries are missing. The message lists them.
@@ -235,8 +235,8 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
     """Context manager that raises if a module gets far more parameters than a state_dict has.
 
-    A checkpoint describes its network, and a malicious description could need more memory than the
-    machine has. Therefore, the context manager counts parameters as a module registers them.
+    A malicious checkpoint can describe a network that needs more memory than the machine has.
+    Therefore, the context manager counts parameters as a module registers them.
 
     Args:
         state: the state_dict of the checkpoint.

@@ -1,7 +1,8 @@
-"""Apply settings that differ from the settings in the checkpoint when a run resumes.
+"""When a run resumes, apply the settings that differ from the settings in its checkpoint.
 
 Lightning restores optimizers and schedulers as they were saved, so a new lr in the config would
-have no effect. This file writes the changed settings, and nothing else, into the restored state.
+have no effect. The callback in this file writes the changed settings, and nothing else, into the
+restored state.
 """
 
 import warnings
@@ -59,8 +60,8 @@ class ApplyChangedHyperparameters(Callback):
 
     Args:
         changed: changed settings of the module, by dotted name. If a name contains "scheduler", the
-            setting belongs to the schedule. Otherwise, the last part of the name is an argument of
-            the optimizer, such as lr or betas.
+            setting belongs to the lr scheduler. Otherwise, the last part of the name is an argument
+            of the optimizer, such as lr or betas.
     """
 
     def __init__(self, changed: ChangedSettings) -> None:

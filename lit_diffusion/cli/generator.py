@@ -170,8 +170,8 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
     """Parse --labels, which has numbers or names of classes.
 
-    Usually, a class can be given by its label or by its name. Only names are accepted if a name is
-    a number, but not the label of its class. For example, a class named "3" may have the label 0.
+    A class can be given by its label or by its name. As an exception, if the name of a class is a
+    number that differs from its label, all classes must be given by name.
 
     Args:
         text: value of the option: numbers or names, separated by commas. -1 means no class.
@@ -243,9 +243,10 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
     Arguments that are not set come from the solver in the checkpoint. If --solver names a class
-    different from the one in the checkpoint, only `steps`, `clip` and `times` come from the
-    checkpoint, if the new class has them. If the new class is DDPM and no variance is set, the
-    variance is `LearnedRange` for a loss that trains the variance, and `FixedSmall` otherwise.
+    different from the one in the checkpoint, the new solver takes only `steps`, `clip` and `times`
+    from the checkpoint, as far as it has these arguments. If the new class is DDPM and no variance
+    is set, the variance is `LearnedRange` for a loss that trains the variance, and `FixedSmall`
+    otherwise.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)

@@ -16,7 +16,7 @@ from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_expor
 
 
 def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) -> str:
-    """Initialize a module with the weights of `source` that fit. Return a report for the user.
+    """Initialize a module with those weights of `source` that fit it. Return a report for the user.
 
     Args:
         module: module to initialize.

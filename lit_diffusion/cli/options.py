@@ -33,7 +33,7 @@ FLOAT32_PRECISION_HELP = """precision of float32 products on a GPU: ieee, or tf3
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises a ValueError with one line of text, which `cli.main` prints.
+    """An argument parser that reports a wrong option as a ValueError with one line of text.
 
     `--help` lists the options that were added by `add_argument`. `--help all` also lists the
     options that were added by `add_rare`.

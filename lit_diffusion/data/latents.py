@@ -3,7 +3,7 @@
 A shard holds two tensors: `moments` has shape (n, 2C, h, w) in float16, and `labels` has shape (n,)
 in int64. The moments are the mean and log-variance of each image's VAE posterior, before the
 latents are scaled. The header of a shard holds a digest of the images, the VAE and the settings.
-Storing the moments in float16 changes the decoded pixels less than rounding the pixels to 8 bits.
+Storing the moments in float16 changes the decoded pixels less than rounding to 8 bits does.
 """
 
 import hashlib
@@ -139,7 +139,7 @@ class ShardedLatents(ImageDataset):
     """Dataset of moments (B, 2C, h, w) float16 in place of images.
 
     If the folder has latents of mirrored images and `seed` is set, each image is mirrored with
-    probability 1/2. The choice differs between epochs.
+    probability 1/2, independently in each epoch.
     """
 
     folder: Path
@@ -165,9 +165,8 @@ class ShardedLatents(ImageDataset):
 class Latents(ImageDataModule):
     """Latents of images, written by `lit-diffusion encode`, for a module with a `VAECodec`.
 
-    Files are memory-mapped and read row by row. If the folder has latents of mirrored images
-    (`encode --flips`), training images are mirrored with probability 1/2. The choice differs
-    between epochs.
+    If the folder has latents of mirrored images (`encode --flips`), each training image is mirrored
+    with probability 1/2, independently in each epoch.
 
     Args:
         train: folder of latents.

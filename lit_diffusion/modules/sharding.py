@@ -106,8 +106,8 @@ def measure_step(network: nn.Module, image_shape: Sequence[int], batch: int) -> 
     The function traces the step on the meta device, which neither allocates nor computes tensors.
 
     Args:
-        network: a network on the meta device. Its weights have the dtype in which the real step
-            would compute matrix products.
+        network: a network on the meta device. Give its weights the dtype in which the real step
+            computes matrix products.
         image_shape: (C, H, W) of x.
         batch: number of images per rank.
 

@@ -43,8 +43,8 @@ from lit_diffusion.protocols import Condition
 class UViTBlock(nn.Module):
     """A pre-norm transformer block.
 
-    With skip=True, the block first merges its input with the output of a block in the first half of
-    the network.
+    With skip=True, the block first merges its input with the output of the corresponding block in
+    the first half of the network.
 
     Example:
         >>> block = UViTBlock(width=32, num_heads=2, hidden=64, qkv_bias=True)
@@ -92,8 +92,8 @@ class UViT(nn.Module):
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the output. They are the channels of x, or twice as many if the
-            network also predicts the variance.
+        out_channels: channels of the output: `in_channels`, or twice as many if the network also
+            predicts the variance.
         patch_size: height and width of a patch, which must divide `image_size`.
         width: number of features of a token, divisible by 4.
         depth: number of blocks, not counting the middle block. The number must be even.

@@ -18,7 +18,7 @@ class Tail:
 
     Args:
         base: the grid whose last steps are used.
-        whole: number of steps of `base`. Call the method `grid` with at most this number.
+        whole: number of steps of `base`. The argument `steps` of `grid` must not be larger.
 
     Example:
         >>> from lit_diffusion.grids import Even

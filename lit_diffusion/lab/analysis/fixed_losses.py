@@ -129,9 +129,9 @@ def fixed_batch(module: Any, dataset: Any, num_images: int) -> tuple[Tensor, Any
 def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[float]) -> Losses:
     """Build mean losses over fixed images of a data set, with fixed noise.
 
-    The index of an image determines its noise. For a diffusion model, there is one loss per noise
-    level, and a loss "all", in which the index of an image also determines its noise level. For a
-    GAN, there is one loss per network.
+    The index of an image determines its noise. For a GAN, there is one loss per network. For a
+    diffusion model, there is one loss per noise level, in which all images have this noise level.
+    In an additional loss, "all", the noise level of each image is also determined by its index.
 
     Args:
         module: DiffusionModule, GANModule, or another module with the same methods.
