@@ -1,4 +1,4 @@
-"""When a run resumes, apply the settings that differ from the settings in its checkpoint.
+"""Find the settings of a resumed run that differ from the settings in its checkpoint.
 
 Lightning restores optimizers and schedulers as they were saved, so a new lr in the config would
 have no effect. The callback in this file writes the changed settings, and nothing else, into the

@@ -110,7 +110,8 @@ def read_as_checkpoint(folder: str | Path) -> tuple[Json, str]:
 
     Raises:
         FileNotFoundError: if the folder contains no exported network.
-        ValueError: if the files are damaged, or if the record describes a network but no module.
+        ValueError: if the files are damaged, or if the record describes a network but no
+            LightningModule.
     """
     record, state = read_exported(folder)
     module = record.get("module")
