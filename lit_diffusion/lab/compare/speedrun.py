@@ -6,6 +6,7 @@ of different people can be compared. docs/speedrun.md explains the rules.
 
 import csv
 import math
+import os
 import platform
 import re
 import warnings
@@ -55,11 +56,15 @@ class Entry:
         name: name of the recipe.
         crossings: the step at which each seed reached all targets, in the order of `SEEDS`.
         seconds: mean training time of a run in seconds, without evaluations; None if unknown.
+        machine: name of the processor.
+        commit: commit of the library that trained the runs; "" if unknown.
     """
 
     name: str
     crossings: tuple[Crossing, ...]
     seconds: float | None
+    machine: str = ""
+    commit: str = ""
 
     @property
     def steps(self) -> Crossing:
@@ -187,8 +192,8 @@ def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
     return Curve(str(seed), tuple(steps), tuple(scores))
 
 
-def measure(name: str, runs: Sequence[PlannedRun]) -> Entry:
-    """Read the results of finished runs, one per seed.
+def measure(name: str, runs: Sequence[PlannedRun], commit: str = "") -> Entry:
+    """Read the results of finished runs on this machine, one per seed.
 
     The training time is None if a run was resumed, because its log has only the time since then.
     """
@@ -205,7 +210,17 @@ def measure(name: str, runs: Sequence[PlannedRun]) -> Entry:
             hours, minutes, rest = map(int, ends[0])
             total = 3600 * hours + 60 * minutes + rest
             seconds.append(total - sum(record["seconds"]["total"] for record in records))
-    return Entry(name, tuple(crossings), fmean(seconds) if len(seconds) == len(runs) else None)
+    mean = fmean(seconds) if len(seconds) == len(runs) else None
+    return Entry(name, tuple(crossings), mean, processor(), commit)
+
+
+def processor() -> str:
+    """Name of the processor and its number of cores. The runs of a speedrun do not use a GPU."""
+    name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    text = check_regular(info).read_text() if info.exists() else ""
+    if model := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
+        name = model[1].strip()
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def describe(entry: Entry, record: Entry) -> str:
@@ -239,10 +254,11 @@ def _entry(name: str, rows: Sequence[Mapping[str, str]]) -> Entry:
     bounds = {bound.value.strip(): bound for bound in Bound}
     crossings = [Crossing(float(row["step"]), bounds[row["bound"]]) for row in rows]
     seconds = [float(row["seconds"]) for row in rows if row["seconds"]]
-    return Entry(name, tuple(crossings), fmean(seconds) if seconds else None)
+    mean = fmean(seconds) if seconds else None
+    return Entry(name, tuple(crossings), mean, rows[0]["machine"], rows[0]["commit"])
 
 
-def entry_csv(entry: Entry, commit: str) -> str:
+def entry_csv(entry: Entry) -> str:
     """Format an entry as rows of the table of records, with their head."""
     rows: list[dict[str, Any]] = [
         {
@@ -251,8 +267,8 @@ def entry_csv(entry: Entry, commit: str) -> str:
             "bound": crossing.bound.value.strip(),
             "step": round(crossing.step, 1),
             "seconds": "" if entry.seconds is None else round(entry.seconds, 1),
-            "machine": platform.machine(),
-            "commit": commit,
+            "machine": entry.machine,
+            "commit": entry.commit,
             "date": date.today().isoformat(),
         }
         for seed, crossing in zip(SEEDS, entry.crossings, strict=True)
@@ -281,10 +297,13 @@ def records_table(entries: Sequence[Entry]) -> Table:
             f"{entry.reached} of {len(entry.crossings)}",
             format_speedup(speedup(record.crossings, entry.crossings)),
             "" if entry.seconds is None else f"{entry.seconds:.0f}",
+            entry.machine,
+            entry.commit,
         )
         for entry in fastest
     ]
     columns = ("recipe", "steps", "seeds that reached the targets", "speed-up", "seconds")
+    columns += ("machine", "commit")
     targets = ", ".join(f"{name} {target}" for name, target in TARGETS.items())
     caption = f"Steps to {targets}. Speed-ups are relative to the record."
     return Table(caption, columns, tuple(rows))

@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> None:
     sweep.run()
     if len(sweep.finished) < len(runs):
         raise SystemExit(1)
-    entry = speedrun.measure(name, runs)
-    (out / "speedrun.csv").write_text(speedrun.entry_csv(entry, args.commit))
+    entry = speedrun.measure(name, runs, args.commit)
+    (out / "speedrun.csv").write_text(speedrun.entry_csv(entry))
     print(speedrun.describe(entry, speedrun.record_holder(records)))
     print(f"\nRows for the table of records: {out / 'speedrun.csv'}")

@@ -204,7 +204,7 @@ def test_the_table_of_records_keeps_bounds(tmp_path, monkeypatch):
         "new", Crossing(50, Bound.AT_MOST), Crossing(61.5), Crossing(100, Bound.MORE_THAN)
     )
     file = tmp_path / "speedrun.csv"
-    file.write_text(speedrun.entry_csv(written, "abc"))
+    file.write_text(speedrun.entry_csv(written))
     assert speedrun.read_entries(file) == [written]
 
 
