@@ -40,7 +40,12 @@ from lit_diffusion.metrics.evaluation_record import (
     start_image_count,
     write_evaluation,
 )
-from lit_diffusion.metrics.extractors import FIDProtocol, TrainedCNN, protocol_by_name
+from lit_diffusion.metrics.extractors import (
+    FIDProtocol,
+    TrainedCNN,
+    distance_name,
+    protocol_by_name,
+)
 from lit_diffusion.metrics.images import BatchKey, HasSplits, ImageSet, open_images
 from lit_diffusion.metrics.reference import Scorer, measure_reference
 from lit_diffusion.protocols import DescribesSampling, WeightsProvider
@@ -61,7 +66,8 @@ class FIDEvaluation(PeriodicEvaluation):
       is the FID of real images, as `val/fid_<num_samples>_floor`. If the data have enough images,
       the floor uses as many real images as there are samples, with the same labels. If the data
       have a test split, `trainer.test` logs `test/fid_<num_samples>`. If `weights` is not "ema",
-      the metric names contain the name of the weights.
+      the metric names contain the name of the weights. With the extractor "dinov2-vit-l-14", the
+      names contain "fd_dinov2" instead of "fid", and with "clip-vit-b-32", they contain "fd_clip".
     - Files: each evaluation appends one line to `evaluations.jsonl` in the run folder. The line has
       the FID and all settings under which it was computed. The checkpoint with the best FID is
       `checkpoints/best-fid.ckpt` in the same folder.
@@ -88,9 +94,9 @@ class FIDEvaluation(PeriodicEvaluation):
         num_samples: number of samples to generate, >= 2. FIDs of different numbers of samples are
             not comparable.
         extractor: feature extractor, and how images are resized for it: an `FIDProtocol`, or one of
-            the names "inception-v3-compat", "digits-cnn" and "patches-cnn". You can also pass the
-            path of a file that `lit-diffusion train-extractor` has written. This file is copied to
-            the run folder.
+            the names "inception-v3-compat", "dinov2-vit-l-14", "clip-vit-b-32", "digits-cnn" and
+            "patches-cnn". You can also pass the path of a file that `lit-diffusion train-extractor`
+            has written. This file is copied to the run folder.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
             folder of images, or an .npz file of images. If the images of a split are read from a
             DataLoader of the Trainer, they are augmented as the DataLoader's data set defines.
@@ -171,7 +177,7 @@ class FIDEvaluation(PeriodicEvaluation):
         thousands, rest = divmod(self.num_samples, 1000)
         count = self.num_samples if rest else f"{thousands}k"
         weights = "" if self.weights_name == "ema" else f"_{self.weights_name}"
-        return f"{stage}/fid_{count}{weights}"
+        return f"{stage}/{distance_name(self.protocol)}_{count}{weights}"
 
     def metric_names(self) -> list[str]:
         """Names of the FID and its floor."""

@@ -41,6 +41,7 @@ INTERNAL = {
     "checkpoints.saving",
     *("data.cropped_images", "data.datasets", "data.loaders"),
     *("metrics.auxiliary_metrics", "metrics.images", "metrics.small_classifier"),
+    "metrics.weight_files",
     *("solvers.steps", "solvers.ancestral", "solvers.exponential", "solvers.heun"),
 }
 """Modules and packages without public names of their own."""

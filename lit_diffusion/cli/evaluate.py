@@ -48,8 +48,9 @@ computes the scores from PNG files. Compare only scores of equal numbers of imag
         an .npz; for latents, the default is the reference of the run's FID"""
     add("--reference", metavar="R", help=text)
     add_data(parser)
-    text = """network of the FID: inception-v3-compat, digits-cnn, ... or a file written by
-        `train-extractor` (default: the run's network, else inception-v3-compat)"""
+    text = """network of the FID: inception-v3-compat, dinov2-vit-l-14, clip-vit-b-32, digits-cnn,
+        patches-cnn, or a file written by `train-extractor` (default: the run's network, else
+        inception-v3-compat)"""
     add("--extractor", metavar="NAME", help=text)
     text = "number of images to generate (default: as many as there are real images)"
     add("--num", type=integer, metavar="N", help=text)

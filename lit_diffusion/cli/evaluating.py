@@ -108,7 +108,8 @@ def table(record: Mapping[str, Any]) -> str:
     """Format the scores of a record as lines of text."""
     auxiliary = record["second_look"]
     floor = f"{record['fid_floor']:.4g}: {record['floor_images']}"
-    rows = {f"FID {record['num_fake']}": f"{record['fid']:.4g}   (floor {floor})"}
+    name = record["metric"].upper().replace("_", "-")
+    rows = {f"{name} {record['num_fake']}": f"{record['fid']:.4g}   (floor {floor})"}
     for name in DISTANCES:
         if name in auxiliary:
             floor = f"{auxiliary[f'{name} floor']:.4g}"
@@ -118,9 +119,11 @@ def table(record: Mapping[str, Any]) -> str:
         rows[name] = f"{record[name]:.3f}, in pixels {auxiliary[f'pixel {name}']:.3f}"
     if auxiliary.get("memorized") is not None:
         rows["memorized"] = f"{auxiliary['memorized']:.3f}"
-    rows["IS"] = f"{record['inception_score']:.4g} +- {record['inception_score_std']:.2g}"
+    if "inception_score" in record:
+        rows["IS"] = f"{record['inception_score']:.4g} +- {record['inception_score_std']:.2g}"
     rows["protocol"] = f"{record['protocol']}, {record['num_real']} real ({record['reference']})"
-    return "\n".join(f"{name:<11}{text}" for name, text in rows.items())
+    width = max(11, *(len(name) + 1 for name in rows))
+    return "\n".join(f"{name:<{width}}{text}" for name, text in rows.items())
 
 
 # FID by the width of the average (--ema)
@@ -180,10 +183,11 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
 def _as_evaluation(record: Mapping[str, Any]) -> FIDRecord:
     """Convert a record of `evaluate` to the format of `FIDEvaluation`."""
     samples = record["samples"]
+    distance = f"{record['metric']}_{record['num_fake']}"
     values = {
         **record,
         **samples,
-        "metric": f"{record['reference']}/fid_{record['num_fake']}_{samples['weights']}",
+        "metric": f"{record['reference']}/{distance}_{samples['weights']}",
         "value": finite_or_none(record["fid"]),
         "images": None,
         "labels": ",".join(map(str, samples["labels"])) if samples["labels"] else None,

@@ -43,7 +43,7 @@ COMMANDS = {
     "convert": ("cli.convert", "export weights to other programs, or import published ones"),
     "encode": ("cli.encode", "precompute the latents of a folder of images"),
     "train-extractor": ("cli.train_extractor", "train a small network for FID on your own images"),
-    "fetch-weights": ("cli.fetch_weights", "download the Inception weights that FID needs"),
+    "fetch-weights": ("cli.fetch_weights", "download the weights of a feature extractor for FID"),
     "plan": ("cli.plan", "estimate memory and communication of training with sharded weights"),
     "completion": ("cli.completion", "print a script that completes commands in your shell"),
 }

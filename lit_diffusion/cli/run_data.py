@@ -20,6 +20,7 @@ from lit_diffusion.config.trust import is_within
 from lit_diffusion.files import check_option_values
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.metrics.images import HasSplits, ImageSet, open_images, open_split
+from lit_diffusion.metrics.vision_transformers import CLIP, DINOv2
 from lit_diffusion.pretrained import is_packaged
 
 
@@ -174,8 +175,9 @@ def _extractor_name(extractor: Any) -> str | None:
     arguments = spec.get("init_args") or {}
     if package and not is_within(package, ["lit_diffusion"]):
         return None
-    if kind == "InceptionV3Compat" and arguments.items() <= vars(InceptionV3Compat()).items():
-        return InceptionV3Compat.name
+    for protocol in (InceptionV3Compat(), DINOv2(), CLIP()):
+        if kind == type(protocol).__name__ and arguments.items() <= vars(protocol).items():
+            return protocol.name
     name = arguments.get({"EmbeddedCNN": "name", "TrainedCNN": "path"}.get(kind))
     return None if name is None else str(name)
 

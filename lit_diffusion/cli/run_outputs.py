@@ -23,7 +23,7 @@ from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_folder import Request, next_config
 from lit_diffusion.cli.terminal import BOLD, paint
 from lit_diffusion.files import atomic_write_text, is_checkpoint
-from lit_diffusion.metrics.evaluation_record import count_training_images, is_repeat
+from lit_diffusion.metrics.evaluation_record import count_training_images, is_fid, is_repeat
 
 
 class RunConfig(SaveConfigCallback):
@@ -108,7 +108,7 @@ def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
     rows = []
     complete = [record for record in records if {"metric", "value", "step"} <= record.keys()]
-    for metric in dict.fromkeys(r["metric"] for r in complete if "fid" in r["metric"]):
+    for metric in dict.fromkeys(r["metric"] for r in complete if is_fid(r["metric"])):
         scored = [record for record in complete if record["metric"] == metric]
         last, finite = scored[-1], [record for record in scored if record["value"] is not None]
         text = f"{number(last['value'])} at step {last['step']}"

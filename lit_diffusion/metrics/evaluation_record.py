@@ -84,6 +84,16 @@ class FIDRecord:
     seconds: dict[str, float]
 
 
+def is_fid(metric: str) -> bool:
+    """Return whether a metric is an FID or another Frechet distance, judged by its name.
+
+    Example:
+        >>> [is_fid(name) for name in ("val/fid_50k", "test/fd_dinov2_50k", "val/loss")]
+        [True, True, False]
+    """
+    return metric.rpartition("/")[2].startswith(("fid_", "fd_"))
+
+
 def is_repeat(record: Mapping[str, Any]) -> bool:
     """Return whether a record evaluates a step again, with different samples.
 

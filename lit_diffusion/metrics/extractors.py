@@ -12,36 +12,40 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-from urllib.error import URLError
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch_fidelity.feature_extractor_inceptionv3 import (
-    URL_INCEPTION_V3,
-    FeatureExtractorInceptionV3,
-)
+from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
 from lit_diffusion.files import atomic_write, check_regular, checked_read
 from lit_diffusion.metrics.small_classifier import SmallClassifier, load_small_classifier
-
-INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
-INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-FETCH_HINT = (
-    "On a machine with internet access, such as the login node of a cluster, run `lit-diffusion "
-    f"fetch-weights`, or download {URL_INCEPTION_V3} yourself and copy it to this path."
-)
+from lit_diffusion.metrics.vision_transformers import CLIP, DINOv2
+from lit_diffusion.metrics.weight_files import INCEPTION, WEIGHT_FILES, require_sha256
 
 GRID = 8
 """Height and width of the grid over which `Pixels` averages an image. UCI's digits were reduced
 from 32x32 to the same grid."""
 
 
+def distance_name(protocol: "FIDProtocol") -> str:
+    """Return the name of the protocol's Frechet distance in logs, such as "fid" or "fd_dinov2".
+
+    Example:
+        >>> distance_name(DINOv2()), distance_name(EmbeddedCNN("digits-cnn"))
+        ('fd_dinov2', 'fid')
+    """
+    return str(getattr(protocol, "metric", "fid"))
+
+
 @runtime_checkable
 class FIDProtocol(Protocol):
     """FID protocol: a named feature extractor with fixed weights and a fixed way to resize images.
+
+    The metric is logged as `fid_<num_samples>`. If the protocol has an attribute `metric`, its
+    value replaces "fid" in this name.
 
     Example:
         >>> isinstance(Pixels(channels=3), FIDProtocol)
@@ -98,25 +102,22 @@ class InceptionV3Compat:
     """
 
     weights_path: str | None = None
-    sha256: str = INCEPTION_SHA256
+    sha256: str = WEIGHT_FILES[INCEPTION].sha256
 
-    name = "inception-v3-compat"
+    name = INCEPTION
     channels = 3
     resize = "299x299, bilinear as in TensorFlow 1, not antialiased"
 
     def check(self) -> None:
         """Raise an error if the weight file is missing or has a different hash."""
-        require_sha256(self._path(), self.sha256, FETCH_HINT)
+        WEIGHT_FILES[INCEPTION].check(self.weights_path, self.sha256)
 
     def build(self) -> nn.Module:
         """Build a module that maps images uint8 (N, 3, H, W) to features (N, 2048)."""
-        self.check()
-        state = torch.load(check_regular(self._path()), map_location="cpu", weights_only=True)
+        path = WEIGHT_FILES[INCEPTION].check(self.weights_path, self.sha256)
+        state = torch.load(check_regular(path), map_location="cpu", weights_only=True)
         inception: nn.Module = _Inception(state).eval()
         return inception
-
-    def _path(self) -> Path:
-        return inception_path() if self.weights_path is None else Path(self.weights_path)
 
 
 class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
@@ -138,70 +139,6 @@ class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
     def logits(self, features: Tensor) -> Tensor:
         """Compute logits (N, 1008) without bias, for the inception score."""
         return features.mm(self.fc.weight.T)
-
-
-def inception_path() -> Path:
-    """Return the path of torch-fidelity's Inception weights in the cache of `torch.hub`."""
-    return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
-
-
-def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTION_V3) -> Path:
-    """Download torch-fidelity's Inception weights (96 MB), unless the file exists.
-
-    No other function of this package downloads weights.
-
-    Args:
-        destination: file to write, or existing folder for the file. None means `inception_path()`.
-        url: URL of the file. Set it to a mirror if your machine cannot reach the original.
-
-    Returns:
-        Path of the file, whose SHA-256 has been verified.
-
-    Raises:
-        ConnectionError: if `url` cannot be reached.
-        ValueError: if the existing or the downloaded file does not have the expected SHA-256.
-
-    Example:
-        >>> path = fetch_weights()  # doctest: +SKIP
-    """
-    path = inception_path() if destination is None else Path(destination)
-    path = path / INCEPTION_FILE if path.is_dir() else path
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.hub.download_url_to_file(url, str(path), hash_prefix=INCEPTION_SHA256)
-        except URLError as error:
-            raise ConnectionError(
-                f"cannot download {url} ({error.reason}); run this on a machine with internet "
-                f"access, then copy the file to {path}."
-            ) from error
-        except RuntimeError as error:  # raised by torch for a wrong hash, after deleting the file
-            raise ValueError(f"{url}: {error}; the file was deleted. Try again.") from error
-    require_sha256(path, INCEPTION_SHA256, FETCH_HINT)
-    return path
-
-
-def require_sha256(path: Path, sha256: str, remedy: str) -> None:
-    """Raise an error unless the file `path` exists and has the expected SHA-256.
-
-    Args:
-        path: the file.
-        sha256: expected SHA-256, 64 hex digits.
-        remedy: advice to the user, with which the error message ends.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file has a different SHA-256.
-    """
-    if not path.exists():
-        raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
-    with check_regular(path).open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    if actual != sha256:
-        raise ValueError(
-            f"{path} has SHA-256 {actual}, expected {sha256}: the download is broken, or the file "
-            f"contains different weights. Delete it. {remedy}"
-        )
 
 
 class _SmallCNN:
@@ -397,8 +334,9 @@ def protocol_by_name(name: str) -> FIDProtocol:
     """Return the FID protocol with this name.
 
     Args:
-        name: "inception-v3-compat", the name of a classifier of `EmbeddedCNN`, or the path of a
-            .safetensors file written by `lit-diffusion train-extractor`.
+        name: "inception-v3-compat", "dinov2-vit-l-14", "clip-vit-b-32", the name of a classifier of
+            `EmbeddedCNN`, or the path of a .safetensors file written by `lit-diffusion
+            train-extractor`.
 
     Raises:
         ValueError: if there is no such FID protocol.
@@ -407,15 +345,18 @@ def protocol_by_name(name: str) -> FIDProtocol:
         >>> protocol_by_name("digits-cnn").channels
         1
     """
-    if name == InceptionV3Compat.name:
-        return InceptionV3Compat()
+    published: dict[str, FIDProtocol] = {
+        each.name: each for each in (InceptionV3Compat(), DINOv2(), CLIP())
+    }
+    if name in published:
+        return published[name]
     if name in _shipped_classifiers():
         return EmbeddedCNN(name)
     if name.endswith(".safetensors"):
         return TrainedCNN(name)
     raise ValueError(
         f"there is no FID protocol {name!r}; choose from "
-        f"{', '.join([InceptionV3Compat.name, *_shipped_classifiers()])}, or give the path of a "
+        f"{', '.join([*published, *_shipped_classifiers()])}, or give the path of a "
         ".safetensors file that `lit-diffusion train-extractor` has written."
     )
 

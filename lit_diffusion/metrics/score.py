@@ -11,7 +11,7 @@ from torch_fidelity.metric_kid import kid_features_to_metric
 from torch_fidelity.metric_prc import prc_features_to_metric
 from torch_fidelity.version import __version__ as FIDELITY_VERSION
 
-from lit_diffusion.metrics.extractors import FIDProtocol
+from lit_diffusion.metrics.extractors import FIDProtocol, distance_name
 from lit_diffusion.metrics.images import ImageSet, as_image_set
 from lit_diffusion.metrics.reference import Scorer
 
@@ -30,8 +30,7 @@ def score_images(
         fake: images to score, as a uint8 tensor (N, C, H, W), as the path of a folder or .npz file,
             or as an `ImageSet`.
         real: reference images, in one of the same forms.
-        protocol: FID protocol with the feature extractor, which must also have a method `logits`
-            for the inception score.
+        protocol: FID protocol with the feature extractor.
         batch_size: number of images per forward pass.
         device: "cpu" or "cuda".
 
@@ -75,16 +74,17 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
     """Score images by their features.
 
     Args:
-        scorer: feature extractor, whose method `logits` computes logits for the inception score.
+        scorer: feature extractor. If it has a method `logits`, the inception score is computed.
         fake: features (N, F) of the images to score, on the CPU.
         real: features (M, F) of the reference images, on the CPU.
 
     Returns:
-        A dictionary with the scores `fid`, `kid`, `precision`, `recall` and `inception_score`.
-        Precision and recall use 3 neighbors. `kid_std` is the standard deviation of KID over 100
-        random subsets. `inception_score_std` is the standard deviation of the inception score over
-        splits of the images. The other entries are the numbers of images, the FID protocol, and the
-        settings of torch-fidelity.
+        A dictionary with the scores `fid`, `kid`, `precision` and `recall`. Extractors that
+        classify images also give `inception_score`. The entry `metric` names the distance `fid`:
+        "fid", or for example "fd_dinov2". Precision and recall use 3 neighbors. `kid_std` is the
+        standard deviation of KID over 100 random subsets. `inception_score_std` is the standard
+        deviation of the inception score over splits of the images. The other entries are the
+        numbers of images, the FID protocol, and the settings of torch-fidelity.
 
     Raises:
         ValueError: if there are fewer than 4 fake or fewer than 4 real images, because precision
@@ -105,26 +105,19 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
         "rng_seed": 2020,  # seed of torch-fidelity's subsets and splits
     }
     statistics = [fid_features_to_statistics(features) for features in (fake, real)]
-    logits = torch.cat(
-        [
-            scorer.extractor.logits(features.to(scorer.device)).cpu()  # type: ignore[operator]
-            for features in torch.split(fake, scorer.batch_size)
-        ]
-    )
     scores = {
         **fid_statistics_to_metric(*statistics, verbose=False),
         **kid_features_to_metric(fake, real, **settings, verbose=False),
         **prc_features_to_metric(fake, real, **settings, save_cpu_ram=True, verbose=False),
-        **isc_features_to_metric(logits, settings["isc_splits"], rng_seed=settings["rng_seed"]),
     }
     return {
+        "metric": distance_name(scorer.protocol),
         "fid": float(scores["frechet_inception_distance"]),
         "kid": float(scores["kernel_inception_distance_mean"]),
         "kid_std": float(scores["kernel_inception_distance_std"]),
         "precision": float(scores["precision"]),
         "recall": float(scores["recall"]),
-        "inception_score": float(scores["inception_score_mean"]),
-        "inception_score_std": float(scores["inception_score_std"]),
+        **_inception_score(scorer, fake, settings),
         "num_fake": len(fake),
         "num_real": len(real),
         "protocol": scorer.protocol.name,
@@ -132,4 +125,21 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
         "resize": scorer.protocol.resize,
         "torch_fidelity": FIDELITY_VERSION,
         **settings,
+    }
+
+
+def _inception_score(scorer: Scorer, fake: Tensor, settings: dict[str, Any]) -> dict[str, float]:
+    """The inception score and its standard deviation; {} if the extractor has no logits."""
+    if not hasattr(scorer.extractor, "logits"):
+        return {}
+    logits = torch.cat(
+        [
+            scorer.extractor.logits(features.to(scorer.device)).cpu()  # type: ignore[operator]
+            for features in torch.split(fake, scorer.batch_size)
+        ]
+    )
+    scores = isc_features_to_metric(logits, settings["isc_splits"], rng_seed=settings["rng_seed"])
+    return {
+        "inception_score": float(scores["inception_score_mean"]),
+        "inception_score_std": float(scores["inception_score_std"]),
     }

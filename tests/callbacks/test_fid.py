@@ -9,6 +9,7 @@ from support.memory_logger import MemoryLogger
 from support.pixels import FEATURES, PixelProtocol, random_images
 from support.rising import Rising, loader, trainer
 from support.spawn import rank_and_size, spawn
+from support.vision_transformers import publish, write_clip
 from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.callbacks.ema import EMA
@@ -16,6 +17,7 @@ from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.step_seed import StepSeed
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.metrics.frechet import FrechetDistance
+from lit_diffusion.metrics.vision_transformers import CLIP
 from lit_diffusion.protocols import NonFiniteSamples
 
 NUM = 20
@@ -127,6 +129,21 @@ def test_every_evaluation_is_logged_and_written_with_its_protocol(tmp_path):
         "non_finite": 0,
         "non_finite_seeds": [],
     }
+
+
+def test_another_distance_has_another_name_beside_the_fid(tmp_path, monkeypatch):
+    memory = MemoryLogger()
+    clip = publish(monkeypatch, CLIP, write_clip(tmp_path / "clip.pt"))
+    other = fid(tmp_path, protocol=lambda _: clip, save_best=False)
+    fit(tmp_path, fid(tmp_path), other, logger=memory)
+    name = f"val/fd_clip_{NUM}_raw"
+    first, second = records(tmp_path)
+    assert (first["metric"], second["metric"]) == (NAME, name)
+    assert (second["protocol"], second["resize"]) == ("clip-vit-b-32", clip.resize)
+    assert second["extractor_sha256"] == clip.sha256
+    assert min(second["value"], second["floor"]) > 0
+    for logged, key in ((name, "value"), (f"{name}_floor", "floor")):
+        assert memory.of(logged) == [(7, pytest.approx(second[key], rel=1e-6))]
 
 
 class Telling(Rising):

@@ -10,6 +10,7 @@ from PIL import Image
 from support.commands import call
 from support.small_digits import write_digits, write_small_digits
 from support.tiny_run import spec
+from support.vision_transformers import publish, write_clip
 
 from lit_diffusion.checkpoints.averages import write_snapshot
 from lit_diffusion.checkpoints.saving import write_checkpoint
@@ -21,6 +22,8 @@ from lit_diffusion.lab.compare.run_tables import fids_by_width
 from lit_diffusion.metrics.extractors import EmbeddedCNN
 from lit_diffusion.metrics.score import score_images
 from lit_diffusion.metrics.small_classifier import SmallClassifier
+from lit_diffusion.metrics.vision_transformers import CLIP
+from lit_diffusion.metrics.weight_files import WEIGHT_FILES
 
 RUN = "evaluate --checkpoint run --extractor digits-cnn"
 
@@ -77,6 +80,22 @@ def test_the_record_has_everything_that_the_scores_depend_on(run, capsys):
         assert line in output.err
     assert f"memorized  {others['memorized']:.3f}" in output.err
     assert f"in pixels {others['pixel recall']:.3f}" in output.err
+
+
+def test_another_distance_is_printed_under_its_name(folder, monkeypatch, capsys):
+    """And without the inception score, because its extractor does not classify."""
+    monkeypatch.setenv("TORCH_HOME", str(folder / "torch"))
+    path = WEIGHT_FILES[CLIP.name].cached_path()
+    path.parent.mkdir(parents=True)
+    publish(monkeypatch, CLIP, write_clip(path))
+    write_digits("real", "val", 20)
+    write_digits("fake", "train", 12)
+    assert call("evaluate --images fake --reference real --extractor clip-vit-b-32") == 0
+    output = capsys.readouterr()
+    record = json.loads(output.out)
+    assert (record["metric"], record["protocol"]) == ("fd_clip", "clip-vit-b-32")
+    assert f"FD-CLIP 12 {record['fid']:.4g}   (floor {record['fid_floor']:.4g}" in output.err
+    assert "IS  " not in output.err
 
 
 @pytest.mark.slow
@@ -239,6 +258,10 @@ def test_an_unscored_run_has_the_extractor_of_its_config(run):
 
     assert configure("digits-cnn") == "digits-cnn"
     assert configure(spec("EmbeddedCNN", name="patches-cnn")) == "patches-cnn"
+    assert configure(spec("DINOv2")) == "dinov2-vit-l-14"
+    assert configure(spec("CLIP", weights_path=None)) == "clip-vit-b-32"
+    with pytest.raises(ValueError, match=r"got .*mine.pt.*; .* --extractor"):
+        configure(spec("CLIP", weights_path="mine.pt"))
     path = "elsewhere/own.safetensors"
     Path("run/own-12345678.safetensors").touch()
     assert Path(configure(spec("TrainedCNN", path=path))).name == "own-12345678.safetensors"

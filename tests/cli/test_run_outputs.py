@@ -16,7 +16,11 @@ def test_a_summary_has_the_last_the_best_and_the_floor_of_each_fid():
     record = {"metric": "val/fid_360", "value": 4.0, "step": 20, "floor": 2.0}
     diverged = record | {"value": None, "step": 30}
     text = "NaN at step 30, best 4 at step 20; real images instead of samples: 2"
-    assert dict(fid_rows([record, diverged])) == {"val/fid_360": text}
+    other = record | {"metric": "val/fd_clip_360"}
+    assert dict(fid_rows([record, other, diverged])) == {
+        "val/fid_360": text,
+        "val/fd_clip_360": "4 at step 20, best 4 at step 20; real images instead of samples: 2",
+    }
     assert fid_rows([]) == []
 
 

@@ -1,6 +1,7 @@
 import hashlib
 import os
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from support.pixels import random_images
 from torchmetrics.image.fid import NoTrainInceptionV3
 
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.metrics import extractors
 from lit_diffusion.metrics.extractors import (
     GRID,
     EmbeddedCNN,
@@ -18,14 +18,15 @@ from lit_diffusion.metrics.extractors import (
     InceptionV3Compat,
     Pixels,
     RandomCNN,
-    fetch_weights,
-    inception_path,
     match_channels,
     protocol_by_name,
 )
 from lit_diffusion.metrics.frechet import FrechetDistance
+from lit_diffusion.metrics.weight_files import WEIGHT_FILES, fetch_weights
 
-NAMES = ["inception-v3-compat", "digits-cnn", "patches-cnn"]
+PUBLISHED = ["inception-v3-compat", "dinov2-vit-l-14", "clip-vit-b-32"]
+SHIPPED = ["digits-cnn", "patches-cnn"]
+INCEPTION = WEIGHT_FILES["inception-v3-compat"]
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +48,12 @@ def distance(protocol, fake, real):
 # Protocols by name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PUBLISHED + SHIPPED)
 def test_protocols_have_names(name):
     protocol = protocol_by_name(name)
     assert isinstance(protocol, FIDProtocol)
     assert (protocol.name, len(protocol.sha256)) == (name, 64)
-    with pytest.raises(ValueError, match=", ".join(NAMES)):
+    with pytest.raises(ValueError, match=", ".join(PUBLISHED + SHIPPED)):
         protocol_by_name("inception")
     with pytest.raises(ValueError, match="digits-cnn, patches-cnn"):
         EmbeddedCNN("faces-cnn")
@@ -80,7 +81,7 @@ def test_inception_looks_in_the_cache_of_torch_hub_and_downloads_nothing(tmp_pat
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("tried to connect"))
     for ask in (InceptionV3Compat().check, InceptionV3Compat().build):
-        with pytest.raises(FileNotFoundError, match=extractors.INCEPTION_FILE) as error:
+        with pytest.raises(FileNotFoundError, match=INCEPTION.filename) as error:
             ask()
         assert str(tmp_path) in str(error.value)
     assert list(tmp_path.iterdir()) == []
@@ -104,7 +105,7 @@ def test_a_pickle_that_runs_code_is_not_run_even_if_its_hash_is_expected(tmp_pat
 # The classifiers that ship
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_classifier_is_the_file_that_was_recorded_small_and_narrow(name):
     protocol = EmbeddedCNN(name)
     protocol.check()
@@ -143,34 +144,48 @@ def test_fid_grows_with_harm(harm):
     assert values[-1] > 4 * values[0]
 
 
-CONTENT = b"stands for 96 MB of weights"
+CONTENT = b"stands for the weights"
 
 
-@pytest.fixture
-def mirror(tmp_path, monkeypatch):
-    """A mirror that serves CONTENT, which is what is expected; an empty cache of torch.hub."""
+@pytest.fixture(params=PUBLISHED)
+def mirror(request, tmp_path, monkeypatch):
+    """An extractor, and a mirror that serves CONTENT, which is what is expected of it."""
     (tmp_path / "mirror.pth").write_bytes(CONTENT)
-    monkeypatch.setattr(extractors, "INCEPTION_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    expect(monkeypatch, request.param, hashlib.sha256(CONTENT).hexdigest())
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    return (tmp_path / "mirror.pth").as_uri()
+    return request.param, (tmp_path / "mirror.pth").as_uri()
+
+
+def expect(monkeypatch, name, sha256):
+    monkeypatch.setitem(WEIGHT_FILES, name, replace(WEIGHT_FILES[name], sha256=sha256))
 
 
 def test_weights_are_fetched_once_to_where_the_protocol_looks(mirror, tmp_path, monkeypatch):
-    with pytest.raises(ConnectionError, match=str(inception_path())):
-        fetch_weights(url="file:///nowhere.pth")
-    assert fetch_weights(url=mirror) == inception_path()
-    assert inception_path().read_bytes() == CONTENT
-    assert fetch_weights(url="file:///nowhere") == inception_path()
-    path = fetch_weights(tmp_path, mirror)
-    assert path == tmp_path / extractors.INCEPTION_FILE
+    name, url = mirror
+    cached = WEIGHT_FILES[name].cached_path()
+    assert cached.parent == tmp_path / "torch/hub/checkpoints"
+    with pytest.raises(ConnectionError, match=str(cached)):
+        fetch_weights(url="file:///nowhere.pth", extractor=name)
+    assert fetch_weights(url=url, extractor=name) == cached
+    assert cached.read_bytes() == CONTENT
+    assert fetch_weights(url="file:///nowhere", extractor=name) == cached
+    if name != INCEPTION.extractor:  # whose protocol has taken its hash at import
+        protocol_by_name(name).check()
+    path = fetch_weights(tmp_path, url, name)
+    assert path == tmp_path / cached.name
     path.write_bytes(CONTENT[:-1])
     with pytest.raises(ValueError, match=rf"{path.name} has SHA-256"):
-        fetch_weights(tmp_path, mirror)
-    inception_path().unlink()
-    monkeypatch.setattr(extractors, "INCEPTION_SHA256", "0" * 64)
+        fetch_weights(tmp_path, url, name)
+    cached.unlink()
+    expect(monkeypatch, name, "0" * 64)
     with pytest.raises(ValueError, match="the file was deleted"):
-        fetch_weights(url=mirror)
-    assert list(inception_path().parent.iterdir()) == []
+        fetch_weights(url=url, extractor=name)
+    assert list(cached.parent.iterdir()) == []
+
+
+def test_weights_of_unknown_extractors_are_not_fetched():
+    with pytest.raises(ValueError, match=rf"one of {', '.join(PUBLISHED)}, got 'digits-cnn'"):
+        fetch_weights(extractor="digits-cnn")
 
 
 def test_pixels_are_means_over_areas():

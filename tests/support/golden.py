@@ -53,7 +53,7 @@ def golden_weight(name: str, shape: tuple[int, ...], k: int) -> Tensor:
     if name.endswith("label_emb.weight"):
         return U(shape, k, 1.0)
     if len(shape) == 1:
-        return U(shape, k, 0.1) + (1.0 if name.endswith("weight") else 0.0)
+        return U(shape, k, 0.1) + (1.0 if name.endswith(("weight", "gamma")) else 0.0)
     return U(shape, k, sqrt(3 * shape[0] / prod(shape)))
 
 

@@ -361,6 +361,8 @@ def class_paths() -> Iterator[Case]:
         hyper("network", spec(inception, **weights))()
 
     yield Case("class-that-unpickles", unpickles, SAMPLE, f"{NAMED}|model")
+    clip = spec("lit_diffusion.metrics.vision_transformers._CLIP", content="evil.pth")
+    yield Case("class-that-loads-torchscript", hyper("network", clip), SAMPLE, f"{NAMED}|model")
     reads = hyper("codec", spec(f"{vae}.VAECodec", folder="images"))
     yield Case("class-that-reads", reads, SAMPLE, f"{NAMED}: the checkpoint names the folder")
     args = {"command": TOUCH, "source": WRITE, "args": ["touch", f"../{CANARY}"]}

@@ -26,7 +26,7 @@ from lit_diffusion.lab.compare.comparison import (
     leads,
 )
 from lit_diffusion.lab.compare.curves import read_arms
-from lit_diffusion.lab.compare.run_folders import collect_runs, is_fid, select
+from lit_diffusion.lab.compare.run_folders import collect_runs, select
 from lit_diffusion.lab.compare.sweep import BASELINE
 from lit_diffusion.lab.compare.tables import (
     Table,
@@ -37,6 +37,7 @@ from lit_diffusion.lab.compare.tables import (
     format_target,
     format_verdict,
 )
+from lit_diffusion.metrics.evaluation_record import is_fid
 
 T = TypeVar("T")
 

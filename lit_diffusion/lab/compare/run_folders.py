@@ -21,7 +21,7 @@ from lit_diffusion.cli.run_folder import latest_config
 from lit_diffusion.config.yaml_file import read_yaml
 from lit_diffusion.lab.compare.curves import Curve
 from lit_diffusion.lab.compare.sweep import BASELINE
-from lit_diffusion.metrics.evaluation_record import EMA_CURVE, is_repeat
+from lit_diffusion.metrics.evaluation_record import EMA_CURVE, is_fid, is_repeat
 
 PROTOCOL = (
     *("metric", "num_fake", "num_real", "data", "protocol", "extractor_sha256"),
@@ -198,11 +198,6 @@ def read_run(path: Path) -> Run:
     except (ValueError, OSError) as error:
         return Run(path, arm, seed, fault=str(error).rstrip("."))
     return run
-
-
-def is_fid(metric: str) -> bool:
-    """Whether a metric is an FID, judged by its name."""
-    return metric.rpartition("/")[2].startswith("fid_")
 
 
 def collect_runs(folders: Sequence[str]) -> list[Run]:
