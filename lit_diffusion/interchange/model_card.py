@@ -92,7 +92,8 @@ def _head(
     head |= {"pipeline_tag": "unconditional-image-generation", "tags": tags}
     if not scored:
         return head
-    head["metrics"] = ["fid"]
+    distances = [_distance(each) for each in scored]
+    head["metrics"] = sorted(set(distances))
     data = _class_name(record.get("data") or "images")
     results = [
         {
@@ -100,15 +101,22 @@ def _head(
             "dataset": {"type": data.lower(), "name": data, "split": str(each["reference"])},
             "metrics": [
                 {
-                    "type": "fid",
-                    "name": f"FID of {each['num_fake']} images by {each['protocol']}",
+                    "type": distance,
+                    "name": f"{distance.upper().replace('_', '-')} of {each['num_fake']} images "
+                    f"by {each['protocol']}",
                     "value": round(float(each["value"]), 4),
                 }
             ],
         }
-        for each in scored
+        for each, distance in zip(scored, distances, strict=True)
     ]
     return head | {"model-index": [{"name": name, "results": results}]}
+
+
+def _distance(evaluation: Mapping[str, Any]) -> str:
+    """Name of the distance in a line of evaluations.jsonl, such as "fid" or "fd_dinov2"."""
+    words = str(evaluation.get("metric")).rpartition("/")[2].split("_")
+    return "_".join(words[:2]) if words[0] == "fd" else "fid"
 
 
 def _class_name(path: Any) -> str:

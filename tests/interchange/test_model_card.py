@@ -51,6 +51,15 @@ def test_a_card_has_what_the_hub_reads_and_what_a_reader_needs():
         assert part in text
 
 
+def test_a_distance_of_other_features_is_not_called_fid():
+    other = FID | {"metric": "val/fd_dinov2_360_raw", "protocol": "dinov2-vit-l-14"}
+    head, _ = card([FID, other])
+    assert head["metrics"] == ["fd_dinov2", "fid"]
+    metrics = [result["metrics"][0] for result in head["model-index"][0]["results"]]
+    assert [metric["type"] for metric in metrics] == ["fid", "fd_dinov2"]
+    assert metrics[1]["name"] == "FD-DINOV2 of 360 images by dinov2-vit-l-14"
+
+
 @pytest.mark.parametrize(
     "other",
     [
