@@ -1,4 +1,4 @@
-"""Learning rate schedules: a linear warm-up, and then a constant, linear or cosine schedule.
+"""Learning rate schedules: a linear warm-up, and then a constant or decaying lr.
 
 Each schedule is a torch LambdaLR. The learning rate (lr) depends only on the optimizer step and on
 the settings of the schedule, so a resumed run continues with exactly the same lr. Checkpoints do
@@ -47,7 +47,7 @@ class WarmupConstant(LambdaLR):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of LambdaLR, without the settings of this class."""
-        settings = ("warmup_steps", "total_steps", "final_factor")
+        settings = ("warmup_steps", "total_steps", "final_factor", "reference_steps")
         return {k: v for k, v in super().state_dict().items() if k not in settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -56,6 +56,43 @@ class WarmupConstant(LambdaLR):
         self._last_lr = [lr * self.factor(self.last_epoch) for lr in self.base_lrs]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
+
+
+class WarmupInverseSqrt(WarmupConstant):
+    """Schedule in which the lr is constant and then falls as `1 / sqrt(step)`, after a warm-up.
+
+    The lr is multiplied by `1 / sqrt(max(step / reference_steps, 1))`, and by the factor of the
+    warm-up. Unlike with `WarmupLinear`, the lr does not depend on the length of the run.
+
+    Args:
+        optimizer: optimizer that was created with the full lr.
+        reference_steps: optimizer step after which the lr falls. It is half of the full lr at four
+            times this step.
+        warmup_steps: number of optimizer steps in the warm-up.
+
+    Raises:
+        ValueError: if reference_steps <= 0.
+
+    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), Eq. 67, for networks with forced weight
+        normalization such as `MagnitudePreservingUNet`. With 70,000 reference steps, the paper's
+        runs on ImageNet-512 are several hundred thousand steps long.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> schedule = WarmupInverseSqrt(optimizer, reference_steps=4, warmup_steps=2)
+        >>> [schedule.factor(step) for step in (0, 1, 4, 16, 64)]
+        [0.5, 1.0, 1.0, 0.5, 0.25]
+    """
+
+    def __init__(self, optimizer: Optimizer, reference_steps: int, warmup_steps: int = 0) -> None:
+        if reference_steps <= 0:
+            raise ValueError(f"reference_steps must be > 0, got {reference_steps}.")
+        self.reference_steps = reference_steps
+        super().__init__(optimizer, warmup_steps)
+
+    def factor(self, step: int) -> float:
+        """Return the factor on the lr in step `step`, counted from 0."""
+        return super().factor(step) / math.sqrt(max(step / self.reference_steps, 1.0))
 
 
 class WarmupLinear(WarmupConstant):

@@ -270,13 +270,16 @@ class LabelEmbedding(nn.Module):
             )
         return torch.full((len(x),), -1, device=x.device)
 
-    def forward(self, labels: Tensor) -> EmbeddedCondition:
-        """(B,) -> vector (B, D)."""
+    def rows(self, labels: Tensor) -> Tensor:
+        """Return the index of each label in the table of embeddings, (B,) -> (B,)."""
         # Row `num_classes` of the table is the null embedding. Labels that are too large are
         # increased by 1, so that the label `num_classes` fails instead of reading this row.
         too_large = labels >= self.num_classes
-        rows = torch.where(labels < 0, self.num_classes, labels + too_large)
-        return EmbeddedCondition(vector=F.embedding(rows, self.weight))
+        return torch.where(labels < 0, self.num_classes, labels + too_large)
+
+    def forward(self, labels: Tensor) -> EmbeddedCondition:
+        """(B,) -> vector (B, D)."""
+        return EmbeddedCondition(vector=F.embedding(self.rows(labels), self.weight))
 
 
 class VectorEmbedding(nn.Module):

@@ -8,6 +8,7 @@ norms, softmax and the sinusoids of the noise level in float32 or better.
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar, cast
 
@@ -482,4 +483,59 @@ def check_image_size(x: Tensor, image_size: int, network: str) -> None:
         raise ValueError(
             f"{network}(image_size={image_size}) got images of shape {tuple(x.shape)}: resize "
             "them, or build the network for their size."
+        )
+
+
+def check_levels(
+    in_channels: int,
+    model_channels: int,
+    channel_mult: Sequence[float],
+    num_res_blocks: int,
+    attention_downsample: Sequence[int],
+    dropout: float,
+) -> None:
+    """Raise ValueError if sizes of a U-Net do not fit together, or if a size is implausible.
+
+    More than 100,000 channels are implausible, and so are more than 1,000 blocks per level or more
+    than 32 levels. The arguments are the same as in `UNet`.
+
+    Example:
+        >>> check_levels(1, 32, channel_mult=(1, 2), num_res_blocks=1,
+        ...              attention_downsample=(2,), dropout=0.1)
+    """
+    levels = len(channel_mult)
+    check_positive(
+        in_channels=in_channels,
+        model_channels=model_channels,
+        num_res_blocks=num_res_blocks,
+        **{"the length of channel_mult": levels},
+    )
+    if not 0 <= dropout <= 1:
+        raise ValueError(f"dropout must be in [0, 1], got {dropout}.")
+    if model_channels > 10**5 or num_res_blocks > 1000 or levels > 32:
+        raise ValueError(
+            "model_channels must be at most 100000, num_res_blocks 1000 and channel_mult 32 "
+            f"numbers long, got {model_channels}, {num_res_blocks} and {levels}."
+        )
+    factors = [2**level for level in range(levels)]
+    if not set(attention_downsample) <= set(factors):
+        raise ValueError(
+            f"attention_downsample={tuple(attention_downsample)} must be some of the "
+            f"downsampling factors {factors} of a channel_mult of length {levels}."
+        )
+    for mult in channel_mult:
+        check_positive(channel_mult=mult)
+
+
+def check_divisible(x: Tensor, levels: int, network: str) -> None:
+    """Raise ValueError unless height and width of x (B, C, H, W) suit a U-Net with these levels.
+
+    Example:
+        >>> check_divisible(torch.zeros(2, 3, 8, 8), levels=4, network="UNet")
+    """
+    reduction = 2 ** (levels - 1)
+    if x.shape[2] % reduction or x.shape[3] % reduction:
+        raise ValueError(
+            f"{network} with {levels} levels needs height and width divisible by {reduction}, got "
+            f"images of shape {tuple(x.shape)}: resize them, or shorten channel_mult."
         )

@@ -44,7 +44,9 @@ from lit_diffusion.networks.fused_norm import group_norm_silu
 from lit_diffusion.networks.layers import (
     TimestepMLP,
     TwoTimesMLP,
+    check_divisible,
     check_image_size,
+    check_levels,
     maybe_checkpoint,
     no_autocast,
     self_attention,
@@ -346,29 +348,12 @@ class _Encoder(nn.Module):
         two_times: bool = False,
     ) -> None:
         super().__init__()
-        levels = len(channel_mult)
-        check_positive(
-            in_channels=in_channels,
-            model_channels=model_channels,
-            num_res_blocks=num_res_blocks,
-            **{"the length of channel_mult": levels},
+        check_levels(
+            in_channels, model_channels, channel_mult, num_res_blocks, attention_downsample, dropout
         )
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"dropout must be in [0, 1], got {dropout}.")
-        if model_channels > 10**5 or num_res_blocks > 1000 or levels > 32:
-            raise ValueError(
-                "model_channels must be at most 100000, num_res_blocks 1000 and channel_mult 32 "
-                f"numbers long, got {model_channels}, {num_res_blocks} and {levels}."
-            )
+        levels = len(channel_mult)
         factors = [2**level for level in range(levels)]
-        if not set(attention_downsample) <= set(factors):
-            raise ValueError(
-                f"attention_downsample={tuple(attention_downsample)} must be some of the "
-                f"downsampling factors {factors} of a channel_mult of length {levels}."
-            )
         self.in_channels, self.emb_channels = in_channels, 4 * model_channels
-        for mult in channel_mult:
-            check_positive(channel_mult=mult)
         self.widths = [int(mult * model_channels) for mult in channel_mult]
         self.attends = [factor in attention_downsample for factor in factors]
         self.head_channels, self.split_heads_first = head_channels, split_heads_first
@@ -434,13 +419,7 @@ class _Encoder(nn.Module):
         self, x: Tensor, emb: Tensor, *context: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """(B, C, H, W), (B, E) -> output of the middle block, list of the input blocks' outputs."""
-        reduction = 2 ** (len(self.widths) - 1)
-        if x.shape[2] % reduction or x.shape[3] % reduction:
-            raise ValueError(
-                f"{type(self).__name__} with {len(self.widths)} levels needs height and width "
-                f"divisible by {reduction}, got images of shape {tuple(x.shape)}: resize them, or "
-                "shorten channel_mult."
-            )
+        check_divisible(x, len(self.widths), type(self).__name__)
         skips, checkpointing = [], self.gradient_checkpointing
         for block in self.input_blocks:
             x = maybe_checkpoint(block, x, emb, *context, enabled=checkpointing)
