@@ -485,6 +485,22 @@ class Codec(Protocol):
 
 
 @runtime_checkable
+class NormalizesWeights(Protocol):
+    """A network whose weights must be normalized after every optimizer step.
+
+    `DiffusionModule` registers a hook of the optimizer, which calls the method after each step.
+
+    Example:
+        >>> from lit_diffusion.networks.magnitude_preserving import MagnitudePreservingUNet
+        >>> isinstance(MagnitudePreservingUNet(1, 1, 0.005, model_channels=64), NormalizesWeights)
+        True
+    """
+
+    def normalize_weights(self) -> None:
+        """Scale the weights in place, without a change of the network's output."""
+
+
+@runtime_checkable
 class HasTimesteps(Protocol):
     """A module whose distribution of training noise levels u can be changed by callbacks.
 

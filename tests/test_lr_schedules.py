@@ -3,7 +3,12 @@ import math
 import pytest
 import torch
 
-from lit_diffusion.lr_schedules import WarmupConstant, WarmupCosine, WarmupLinear
+from lit_diffusion.lr_schedules import (
+    WarmupConstant,
+    WarmupCosine,
+    WarmupInverseSqrt,
+    WarmupLinear,
+)
 
 
 def optimizer(lr=0.5):
@@ -23,6 +28,7 @@ def trace(schedule, steps):
     ("make", "after"),
     [
         (lambda o: WarmupConstant(o, 4), lambda step: 1.0),
+        (lambda o: WarmupInverseSqrt(o, 9, 4), lambda step: min(1.0, 3 / math.sqrt(step))),
         (lambda o: WarmupLinear(o, 20, 4, 0.1), lambda step: 0.1 + 0.9 * (1 - (step - 4) / 16)),
         (
             lambda o: WarmupCosine(o, 20, 4),
@@ -55,6 +61,14 @@ def test_a_resumed_schedule_continues_and_follows_a_new_length():
     assert trace(longer, 20) == trace(unbroken, 30)[10:]
 
 
+def test_the_inverse_square_root_falls_in_the_warm_up_too_and_follows_a_new_reference():
+    assert trace(WarmupInverseSqrt(optimizer(), 1, 5), 10)[4] == pytest.approx(0.5 / 2)
+    schedule, other = (WarmupInverseSqrt(optimizer(), steps) for steps in (4, 8))
+    trace(schedule, 16)
+    other.load_state_dict(schedule.state_dict())
+    assert trace(other, 4) == trace(WarmupInverseSqrt(optimizer(), 8), 20)[16:]
+
+
 def test_a_run_that_ends_within_its_warm_up_is_said_and_ends():
     schedule = WarmupCosine(optimizer(), warmup_steps=4)
     with pytest.warns(UserWarning, match="a warm-up of 4 steps does not end in this run of 4"):
@@ -67,5 +81,7 @@ def test_lengths_that_make_no_sense_are_refused():
         WarmupLinear(optimizer(), 5, 5)
     with pytest.raises(ValueError, match="warmup_steps must be >= 0"):
         WarmupConstant(optimizer(), -1)
+    with pytest.raises(ValueError, match="reference_steps must be > 0, got 0"):
+        WarmupInverseSqrt(optimizer(), 0)
     with pytest.raises(ValueError, match="needs the length of the run"):
         trace(WarmupLinear(optimizer()), 3)

@@ -16,6 +16,7 @@ from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
 from lit_diffusion.networks.conditions import Classes, Tokens, Vectors, WordIds
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
+from lit_diffusion.networks.magnitude_preserving import MagnitudePreservingUNet
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 from lit_diffusion.parameterizations import EDMPreconditioning
@@ -28,6 +29,7 @@ GAN = {"num_classes": 2, "in_channels": 1, "out_channels": 1}
 LABELLED = {"num_classes": 2, "dim": 2, "num_words": 2}
 KINDS = {
     **dict.fromkeys((UNet, EncoderUNet, DiT, UViT, JiT, DCGANGenerator, DCGANDiscriminator), SIZES),
+    MagnitudePreservingUNet: {"in_channels": 1, "out_channels": 1, "fourier_bandwidth": 1.0},
     **dict.fromkeys((BigGANGenerator, BigGANDiscriminator), GAN),
     **dict.fromkeys((Classes, Vectors, Tokens, WordIds), LABELLED),
     **{kind: {} for kind in (EDMPreconditioning, ContinuousVP, DDIM, Euler, Heun)},

@@ -31,6 +31,7 @@ from lit_diffusion.networks.conditions import Classes, Tokens, Vectors, WordIds
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.layers import Patched
+from lit_diffusion.networks.magnitude_preserving import MagnitudePreservingUNet
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 
@@ -39,7 +40,10 @@ Json = dict[str, Any]
 RECORD, WEIGHTS = "network.json", "network.safetensors"
 _TOP_LEVEL = ("network", "process", "parameterization", "image_shape", "num_classes")
 """Arguments of a module that are at the top level of a record. Others are in its entry "module"."""
-_CLASSES: tuple[type[nn.Module], ...] = (UNet, EncoderUNet, UViT, DiT, JiT, Patched)
+_CLASSES: tuple[type[nn.Module], ...] = (
+    *(UNet, EncoderUNet, MagnitudePreservingUNet, UViT, DiT, JiT),
+    Patched,
+)
 NETWORKS = {f"{each.__module__}.{each.__name__}": each for each in _CLASSES}
 """Networks that `load_network` can build, by class path."""
 CONDITIONS = {f"{c.__module__}.{c.__name__}": c for c in (Classes, Vectors, Tokens, WordIds)}

@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.optimizers import MuonAdamW
+from lit_diffusion.protocols import NormalizesWeights
 
 _IMPLEMENTATION = ("fused", "foreach")  # options that select the kernels of an update
 
@@ -29,7 +30,8 @@ def optimizer_and_schedule(
     Args:
         module: module to train. Parameters that do not require a gradient are not trained.
         make_optimizer: function that creates the optimizer from the parameters. A `MuonAdamW` is
-            attached to the module.
+            attached to the module. After each step of the optimizer, networks with a method
+            `normalize_weights` normalize their weights.
         make_schedule: function that creates the schedule from the optimizer; None keeps the
             learning rate constant.
         total_steps: function that returns the number of optimizer steps of the whole run, or None
@@ -50,6 +52,8 @@ def optimizer_and_schedule(
     optimizer = with_fused_kernels(make_optimizer(parameters))
     if isinstance(optimizer, MuonAdamW):
         optimizer.attach(module)
+    if networks := [part for part in module.modules() if isinstance(part, NormalizesWeights)]:
+        optimizer.register_step_post_hook(lambda *_: _normalize_weights(networks))
     if make_schedule is None:
         return optimizer
     schedule = make_schedule(optimizer)
@@ -61,6 +65,11 @@ def optimizer_and_schedule(
             )
         schedule.set_total_steps(steps)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _normalize_weights(networks: Iterable[NormalizesWeights]) -> None:
+    for network in networks:
+        network.normalize_weights()
 
 
 def with_fused_kernels(optimizer: Optimizer) -> Optimizer:

@@ -11,9 +11,9 @@ magnitude 1. There are no group norms and no biases. Instead, x has an additiona
 The magnitudes of weights are fixed as well. A layer divides the weights of each output by their
 norm, so their magnitude has no effect on the output. But weights grow in training, because updates
 are orthogonal to them, and the larger the weights are, the smaller the relative change per update.
-Therefore, each forward pass in training first overwrites the weights of each output with weights
-of magnitude 1 (forced weight normalization). The learning rate then determines the relative change
-of the weights per update, and only a learning-rate schedule lowers it.
+Therefore, after each optimizer step, the weights of each output are scaled to magnitude 1 (forced
+weight normalization). The learning rate then determines the relative change of the weights per
+update, and only a learning-rate schedule lowers it.
 
 Shapes: images are (B, C, H, W), and the embedding of noise level and condition is (B, E).
 
@@ -29,7 +29,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lit_diffusion.networks.conditions import EmbeddedCondition, LabelEmbedding, embed_condition
 from lit_diffusion.networks.layers import (
@@ -188,40 +187,6 @@ class MPConv(nn.Conv2d):
 def _unit_norm(weight: Tensor, gain: Tensor | float = 1.0) -> Tensor:
     """Weights (out, ...) whose norm is `gain` for each output."""
     return normalize(weight, range(1, weight.ndim)) * (gain / math.sqrt(weight[0].numel()))
-
-
-@torch.no_grad()
-def normalize_weights_(network: nn.Module) -> None:
-    """Overwrite the weights of each output of each layer with weights of magnitude 1.
-
-    Biases and other vectors and scalars do not change. Weights whose magnitude is 1 up to rounding
-    errors do not change in any bit. A second call therefore has no effect.
-
-    Raises:
-        ValueError: if the weights are split over ranks.
-
-    Source: Karras et al. 2024, Eq. 66.
-
-    Example:
-        >>> layer = MPLinear(64, 32)
-        >>> normalize_weights_(layer)
-        >>> torch.allclose(layer.weight.square().mean(1), torch.ones(32))
-        True
-    """
-    for weight in network.parameters():
-        if isinstance(weight, DTensor):
-            raise ValueError(
-                f"{type(network).__name__} normalizes its weights in training, which needs whole "
-                "weights, but they are split over ranks; use strategy='ddp'."
-            )
-        if weight.ndim < 2:
-            continue
-        magnitude = _magnitude(weight, range(1, weight.ndim))
-        is_unit = (magnitude - 1).abs() < 4 * torch.finfo(weight.dtype).eps
-        unit = (weight / magnitude.clamp(min=EPS)).to(weight.dtype)
-        # With `.data`, autograd does not notice. Two forward passes before a backward pass would
-        # raise an error otherwise, although the second one writes the same bits.
-        weight.data.copy_(torch.where(is_unit, weight, unit))
 
 
 class MPLabelEmbedding(LabelEmbedding):
@@ -388,10 +353,8 @@ class MagnitudePreservingUNet(nn.Module):
     (`lr_schedules.WarmupInverseSqrt`). It works with all other parameterizations and processes,
     too. Images x should have magnitude 1, as network inputs of `EDMPreconditioning` have.
 
-    In training mode and with gradients enabled, each forward pass first calls
-    `normalize_weights_`, so it changes the weights. Between an optimizer step and the next forward
-    pass, weights have a magnitude slightly above 1. This has no effect on the output. The weights
-    must not be split over ranks (FSDP2). Weight decay has no effect.
+    `DiffusionModule` calls `normalize_weights` after each optimizer step. In a training loop of
+    your own, call it yourself. Weight decay has no effect.
 
     Under autocast, the embedding of the noise level and the output layer still compute in the dtype
     of their weights.
@@ -501,6 +464,24 @@ class MagnitudePreservingUNet(nn.Module):
                 channels = width
         self.conv_out = MPConv(channels, out_channels, kernel_size=3)
         self.out_gain = nn.Parameter(torch.zeros(1))
+        self.normalize_weights()
+
+    @torch.no_grad()
+    def normalize_weights(self) -> None:
+        """Scale the weights of each output of each layer to magnitude 1, in place.
+
+        Weights that do not require a gradient do not change. Weights whose magnitude is 1 up to
+        rounding errors do not change in any bit, so a second call has no effect.
+
+        Source: Karras et al. 2024, Eq. 66. There, the forward pass normalizes the weights before it
+            uses them. Here, the forward pass changes no weights, because compiled graphs lost such
+            changes (torch 2.14, convolutions on a CPU).
+        """
+        for weight in self.parameters():
+            if weight.ndim > 1 and weight.requires_grad:  # not a gain
+                magnitude = _magnitude(weight, range(1, weight.ndim))
+                is_unit = (magnitude - 1).abs() < 4 * torch.finfo(weight.dtype).eps
+                weight /= torch.where(is_unit, 1.0, magnitude.clamp(min=EPS))
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
         """Compute the output of the network for noisy images.
@@ -516,12 +497,10 @@ class MagnitudePreservingUNet(nn.Module):
             (B, out_channels, H, W) in the dtype of the weights.
 
         Raises:
-            ValueError: if the condition has the wrong kind, if H or W is not divisible by
-                `2**(levels - 1)`, or if weights that would be normalized are split over ranks.
+            ValueError: if the condition has the wrong kind, or if H or W is not divisible by
+                `2**(levels - 1)`.
         """
         check_divisible(x, self.levels, type(self).__name__)
-        if self.training and torch.is_grad_enabled():
-            normalize_weights_(self)
         embedded = embed_condition(self.label_emb, condition, x, type(self).__name__)
         emb = self._embed(noise_label, embedded.vector)  # (B, E)
         x = self.conv_in(F.pad(x, (0, 0, 0, 0, 0, 1), value=1.0))  # (B, C, H, W)
