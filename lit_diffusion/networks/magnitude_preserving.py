@@ -74,7 +74,7 @@ def normalize(x: Tensor, dim: int | Sequence[int]) -> Tensor:
 def _magnitude(x: Tensor, dim: int | Sequence[int]) -> Tensor:
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
     return norm / math.sqrt(math.prod([x.shape[d] for d in dims]))
 
 
@@ -481,7 +481,7 @@ class MagnitudePreservingUNet(nn.Module):
             if weight.ndim > 1 and weight.requires_grad:  # not a gain
                 magnitude = _magnitude(weight, range(1, weight.ndim))
                 is_unit = (magnitude - 1).abs() < 4 * torch.finfo(weight.dtype).eps
-                weight /= torch.where(is_unit, 1.0, magnitude.clamp(min=EPS))
+                weight.div_(torch.where(is_unit, 1.0, magnitude.clamp(min=EPS)))
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
         """Compute the output of the network for noisy images.
