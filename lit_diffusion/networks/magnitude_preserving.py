@@ -24,7 +24,8 @@ authors' code, because this file was written from the paper.
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import partial
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -56,9 +57,9 @@ EPS = 1e-4
 def normalize(x: Tensor, dim: int | Sequence[int]) -> Tensor:
     """Divide a tensor by its magnitude over some dimensions.
 
-    The magnitude is computed in float32 or better. The result has the dtype of x. The paper adds
-    1e-4 to the magnitude. This function divides by 1e-4 if the magnitude is below, so that the
-    scale of x has no effect otherwise.
+    The magnitude is computed in float32 or better. The result has the dtype of x. If the magnitude
+    is below 1e-4, the function divides by 1e-4. The paper adds a small number to the magnitude
+    instead, but then the result depends on the scale of x.
 
     Source: Karras et al. 2024, Eq. 47 for weights; Karras et al. 2018 (ProGAN, arXiv 1710.10196),
         section 4.2, for pixels.
@@ -161,8 +162,8 @@ class MPLinear(nn.Linear):
 class MPConv(nn.Conv2d):
     """A convolution without bias, which divides the weights of each output by their norm.
 
-    Height and width do not change. At the border, images are padded with zeros, so the outputs
-    there have a smaller magnitude.
+    The kernel size is odd. Height and width do not change. At the border, images are padded with
+    zeros, so the outputs there have a smaller magnitude.
 
     Source: Karras et al. 2024, Eq. 47.
 
@@ -172,7 +173,8 @@ class MPConv(nn.Conv2d):
     """
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, padding="same", bias=False)
+        padding = kernel_size // 2
+        super().__init__(in_channels, out_channels, kernel_size, padding=padding, bias=False)
 
     def reset_parameters(self) -> None:
         """Draw standard normal weights."""
@@ -180,8 +182,7 @@ class MPConv(nn.Conv2d):
 
     def forward(self, input: Tensor, gain: Tensor | float = 1.0) -> Tensor:
         """(B, in_channels, H, W), scalar -> (B, out_channels, H, W), the convolution times gain."""
-        weight = _unit_norm(self.weight, gain)
-        return F.conv2d(input, weight, padding=self.kernel_size[0] // 2)
+        return F.conv2d(input, _unit_norm(self.weight, gain), padding=self.padding)
 
 
 def _unit_norm(weight: Tensor, gain: Tensor | float = 1.0) -> Tensor:
@@ -195,7 +196,7 @@ class MPLabelEmbedding(LabelEmbedding):
     "No class" is one more class. With N classes in total, the one-hot vector is multiplied by
     sqrt(N), so that its magnitude is 1.
 
-    Source: Karras et al. 2024, appendix B. There, the network has no null class.
+    Source: Karras et al. 2024, appendix B. The null class is ours.
 
     Example:
         >>> MPLabelEmbedding(10, width=16)(torch.tensor([7, -1])).vector.shape
@@ -289,11 +290,13 @@ class ResidualBranch(nn.Module):
 class _Block(nn.Module):
     """The parts of a block of the encoder or decoder."""
 
+    projects_first: ClassVar[bool]
+    """Whether the residual branch is applied to the output of `proj`, not to its input."""
+
     def __init__(
         self,
         in_channels: int,
         out_channels: int,
-        branch_channels: int,
         emb_channels: int,
         dropout: float,
         num_heads: int | None = None,
@@ -305,6 +308,7 @@ class _Block(nn.Module):
         self.proj: nn.Module = nn.Identity()
         if in_channels != out_channels:
             self.proj = MPConv(in_channels, out_channels, kernel_size=1)
+        branch_channels = out_channels if self.projects_first else in_channels
         self.branch = ResidualBranch(branch_channels, out_channels, emb_channels, dropout)
         self.attention: nn.Module = nn.Identity()
         if num_heads is not None:
@@ -319,8 +323,7 @@ class EncoderBlock(_Block):
     Source: Karras et al. 2024, appendix B, figure of config G.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(in_channels, out_channels, out_channels, *args, **kwargs)
+    projects_first = True
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         """(B, in_channels, H, W), (B, E) -> (B, out_channels, H', W')."""
@@ -335,8 +338,7 @@ class DecoderBlock(_Block):
     Source: Karras et al. 2024, appendix B, figure of config G.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(in_channels, out_channels, in_channels, *args, **kwargs)
+    projects_first = False
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         """(B, in_channels, H, W), (B, E) -> (B, out_channels, H', W')."""
@@ -354,7 +356,7 @@ class MagnitudePreservingUNet(nn.Module):
     too. Images x should have magnitude 1, as network inputs of `EDMPreconditioning` have.
 
     `DiffusionModule` calls `normalize_weights` after each optimizer step. In a training loop of
-    your own, call it yourself. Weight decay has no effect.
+    your own, call it yourself.
 
     Under autocast, the embedding of the noise level and the output layer still compute in the dtype
     of their weights.
@@ -384,8 +386,8 @@ class MagnitudePreservingUNet(nn.Module):
     Raises:
         ValueError: if sizes do not fit together.
 
-    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), config G. The paper describes no null class
-        and has no network with several heads of other than 64 channels.
+    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), config G. The defaults are those of model S
+        without dropout. The null class is ours.
 
     Example:
         >>> network = MagnitudePreservingUNet(1, 1, 0.005, model_channels=64, num_classes=10)
@@ -427,7 +429,8 @@ class MagnitudePreservingUNet(nn.Module):
             heads_for(width, 1, head_channels) if 2**level in attention_downsample else None
             for level, width in enumerate(widths)
         ]
-        settings = {"emb_channels": max(widths), "dropout": dropout}
+        encoder_block = partial(EncoderBlock, emb_channels=max(widths), dropout=dropout)
+        decoder_block = partial(DecoderBlock, emb_channels=max(widths), dropout=dropout)
 
         self.fourier = MPFourier(widths[0], fourier_bandwidth)
         self.noise_linear = MPLinear(widths[0], max(widths))
@@ -437,30 +440,24 @@ class MagnitudePreservingUNet(nn.Module):
         self.encoder_blocks = nn.ModuleList()
         for level, width in enumerate(widths):
             if level > 0:
-                down = EncoderBlock(channels, channels, **settings, resample=nn.AvgPool2d(2))
+                down = encoder_block(channels, channels, resample=nn.AvgPool2d(2))
                 self.encoder_blocks.append(down)
                 skip_channels.append(channels)
             for _ in range(num_res_blocks):
-                self.encoder_blocks.append(
-                    EncoderBlock(channels, width, **settings, num_heads=heads[level])
-                )
+                self.encoder_blocks.append(encoder_block(channels, width, num_heads=heads[level]))
                 skip_channels.append(channels := width)
         self.middle_blocks = nn.ModuleList(
-            DecoderBlock(channels, channels, **settings, num_heads=num_heads)
+            decoder_block(channels, channels, num_heads=num_heads)
             for num_heads in (heads_for(channels, 1, head_channels), None)
         )
         self.decoder_blocks = nn.ModuleList()
         for level, width in reversed(list(enumerate(widths))):
             if level < self.levels - 1:
-                up = DecoderBlock(
-                    channels, channels, **settings, resample=nn.Upsample(scale_factor=2)
-                )
+                up = decoder_block(channels, channels, resample=nn.Upsample(scale_factor=2))
                 self.decoder_blocks.append(up)
             for _ in range(num_res_blocks + 1):
                 channels += skip_channels.pop()
-                self.decoder_blocks.append(
-                    DecoderBlock(channels, width, **settings, num_heads=heads[level])
-                )
+                self.decoder_blocks.append(decoder_block(channels, width, num_heads=heads[level]))
                 channels = width
         self.conv_out = MPConv(channels, out_channels, kernel_size=3)
         self.out_gain = nn.Parameter(torch.zeros(1))

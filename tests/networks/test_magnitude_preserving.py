@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from lit_diffusion.callbacks import EMA
 from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.networks.layers import Patched
 from lit_diffusion.networks.magnitude_preserving import (
@@ -309,6 +310,13 @@ def test_weights_stay_on_their_sphere_at_a_high_lr():
     train(network, 0.1, 5)
     assert_unit_rows(network)
     assert not any(torch.equal(weight, before[name]) for name, weight in weights(network).items())
+
+
+def test_averages_are_of_normalized_weights(tmp_path):
+    module, ema = tiny_diffusion(network=new(out_channels=1, num_classes=3)), EMA((0.0,))
+    make_trainer(tmp_path, ema).fit(module, images(8, 4))
+    with ema.weights("ema"):
+        assert_unit_rows(module.network)
 
 
 @pytest.mark.slow
