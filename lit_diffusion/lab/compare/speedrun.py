@@ -302,8 +302,8 @@ def records_table(entries: Sequence[Entry]) -> Table:
         )
         for entry in fastest
     ]
-    columns = ("recipe", "steps", "seeds that reached the targets", "speed-up", "seconds")
-    columns += ("machine", "commit")
+    scores = ("steps", "seeds that reached the targets", "speed-up", "seconds")
+    columns = ("recipe", *scores, "machine", "commit")
     targets = ", ".join(f"{name} {target}" for name, target in TARGETS.items())
     caption = f"Steps to {targets}. Speed-ups are relative to the record."
     return Table(caption, columns, tuple(rows))
