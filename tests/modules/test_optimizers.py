@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from lit_diffusion.callbacks import EMA, MomentumDecay
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
-from lit_diffusion.modules.optimizers import with_fused_kernels
+from lit_diffusion.modules.optimizers import optimizer_and_schedule, with_fused_kernels
 
 
 class OwnAdam(Adam):
@@ -137,3 +137,24 @@ def test_a_fit_on_a_gpu_is_fused_clips_and_goes_on_from_the_cpu(tmp_path, precis
     folder = tmp_path / "gpu"
     fit(LastCheckpoint(folder), folder, folder / "last.ckpt", [EMA(0.5)], resumed, max_steps=18)
     assert saved(folder)["optimizer_states"][0]["param_groups"][0]["fused"] is None
+
+
+class Normalized(nn.Linear):
+    calls = 0
+
+    def normalize_weights(self):
+        self.calls += 1
+        self.last = self.weight.detach().clone()
+
+
+def test_networks_that_normalize_their_weights_do_so_after_every_step_and_others_have_no_hook():
+    network = nn.Sequential(Normalized(2, 2), nn.Sequential(Normalized(2, 1)))
+    optimizer = optimizer_and_schedule(network, partial(SGD, lr=0.1), None, None)
+    for step in range(3):
+        network(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        for part in (network[0], network[1][0]):
+            assert part.calls == step + 1
+            assert torch.equal(part.last, part.weight)
+    plain = optimizer_and_schedule(nn.Linear(2, 2), partial(SGD, lr=0.1), None, None)
+    assert not plain._optimizer_step_post_hooks
