@@ -89,7 +89,7 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
         (num_bins,) float64 probabilities if every bin has a full history. Otherwise, all entries
         are 1, which means the uniform density.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 18 and section 3.3.
 
     Example:
         >>> history = LossHistory(torch.tensor([[3.0], [1.0]]).double(), torch.tensor([1, 1]))

@@ -25,7 +25,7 @@ def exponent(width: float) -> float:
     Raises:
         ValueError: unless `0 < width < 12**(-1/2)`, which is about 0.289.
 
-    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), appendix C.1. The relation is
+    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), Eq. 123 (appendix C.4):
     `width**2 = (gamma + 1) / ((gamma + 2)**2 * (gamma + 3))`.
 
     Example:
@@ -51,7 +51,7 @@ def power_decay(gamma: float, step: int) -> float:
         gamma: exponent of the profile.
         step: optimizer step, counted from 1.
 
-    Source: Karras et al. 2024 (EDM2), Eq. 127.
+    Source: Karras et al. 2024 (EDM2), Eq. 127 (appendix C.4).
 
     Example:
         >>> power_decay(0.0, 1), power_decay(0.0, 4)
@@ -82,8 +82,9 @@ def coefficients(
     Raises:
         ValueError: if there are no snapshots, or if `step` is after the last snapshot.
 
-    Source: Karras et al. 2024 (EDM2), section 3.2 and appendix C.2. The formulas were derived
-    independently of the authors' code.
+    Source: Karras et al. 2024 (EDM2), section 3.2, and Eq. 134 and 151 (appendix C.5). The paper
+    does not constrain the sum of the factors. The formulas were derived independently of the
+    authors' code.
 
     Example:
         >>> factors, distance = coefficients([10, 20], [7.0, 7.0], 20, 7.0)

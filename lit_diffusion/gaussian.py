@@ -200,7 +200,7 @@ class LearnedRange:
     The log-variance is `frac * log_beta + (1 - frac) * log_posterior`, where the network outputs
     `frac` for each value of the image. The network may output fractions outside [0, 1].
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 15.
 
     Example:
         >>> log_beta, log_posterior = torch.tensor(-4.0), torch.tensor(-5.0)
@@ -293,7 +293,7 @@ def variational_term(
     Returns:
         (B,) bits per dimension.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 4-7.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 4-7.
     """
     c0, ct = expand_as(step.x0_coef, x0), expand_as(step.xt_coef, x0)
     true_logvar = expand_as(step.log_variance, x0)

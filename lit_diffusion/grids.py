@@ -116,7 +116,7 @@ class LogSNR:
     Raises:
         ValueError: from `grid`, if `noisiest` is not below the highest log SNR of the process.
 
-    Source: Lu et al. 2022 (DPM-Solver), section 3.4.
+    Source: Lu et al. 2022 (DPM-Solver, arXiv 2206.00927), section 3.3.
 
     Example:
         >>> from lit_diffusion.processes import EDMProcess

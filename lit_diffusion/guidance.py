@@ -49,7 +49,7 @@ class ClassifierFree:
 
     Source: Ho & Salimans 2022 (classifier-free guidance), Eq. 6. The interval is from Kynkaanniemi
     et al. 2024 (arXiv 2404.07724), Eq. 6, and rescaling from Lin et al. 2023 (arXiv 2305.08891),
-    Eq. 15-16.
+    Eq. 15-16. Lin et al. rescale the output of the network instead of x0.
 
     Example:
         >>> ClassifierFree(scale=2.0, interval=(0.2, 5.0)).scale
@@ -146,7 +146,7 @@ class Autoguidance:
         ValueError: if scale is not finite, or if the interval does not satisfy `0 <= low < high`.
 
     Source: Karras et al. 2024 (Guiding a Diffusion Model with a Bad Version of Itself, arXiv
-    2406.02507), Eq. 4.
+    2406.02507), Eq. 3 and section 4.
     """
 
     weaker: DenoiseFor = field(repr=False)

@@ -72,7 +72,7 @@ def bits_per_dim(
         randn_like: source of noise.
         clip: whether the estimate of x0 is clamped to [-1, 1] before the model's mean is computed.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 4-7.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 4-7.
 
     Example:
         See `BitsPerDim`.

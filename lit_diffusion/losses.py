@@ -298,8 +298,8 @@ class UncertaintyLoss(nn.Module):
     Raises:
         ValueError: if num_features < 1.
 
-    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), Eq. 14 and appendix B.2; Kendall et al.
-    2018, Eq. 8.
+    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), Eq. 21 (appendix B.2); Kendall et al. 2018,
+    Eq. 7.
 
     Example:
         >>> loss = UncertaintyLoss(Simple(), num_features=16)
@@ -362,7 +362,7 @@ class HybridLoss:
     Raises:
         ValueError: if vb_weight <= 0.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15-16.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 15-16.
 
     Example:
         >>> HybridLoss(weighting=Simple(), vb_weight=0.001).output_factor

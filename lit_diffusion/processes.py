@@ -61,8 +61,8 @@ class CosineBetas:
     Args:
         num_steps: number of steps T.
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 17, with s = 0.008. No beta is above
-    0.999.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 17, with s = 0.008.
+    No beta is above 0.999.
 
     Example:
         >>> alpha, _ = DiscreteVP(CosineBetas(1000)).alpha_sigma(torch.tensor([500]))
