@@ -73,9 +73,9 @@ class WarmupInverseSqrt(WarmupConstant):
     Raises:
         ValueError: if reference_steps <= 0.
 
-    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 2.3, for networks with forced
-        weight normalization such as `MagnitudePreservingUNet`. On ImageNet-512, the authors use
-        70,000 reference steps.
+    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 2.3 and Eq. 67, for networks with
+        forced weight normalization such as `MagnitudePreservingUNet`. On ImageNet-512, the authors
+        use 70,000 reference steps.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
