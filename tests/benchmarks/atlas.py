@@ -8,6 +8,9 @@ seeds. To continue after a stop, run the same command again. Tuning writes atlas
 and training writes atlas-STUDY.csv. --only trains some of the arms, which have the names in
 PARTS.
 
+With --confirm, arms are trained with ten further seeds instead, as they were tuned before. This
+writes atlas-confirmation-STUDY.csv. Add the controls of the arms to --only.
+
 The study on MNIST uses what was tuned on the digits. It reads data/ and mnist-cnn.safetensors in
 the current folder, which configs/mnist.yaml describes.
 """
@@ -33,7 +36,7 @@ Row = dict[str, Any]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WIDTHS = Path(__file__).with_name("atlas-widths.yaml")
-TUNING_SEED, SEEDS = 10, (0, 1, 2)
+TUNING_SEED, SEEDS, FURTHER_SEEDS = 10, (0, 1, 2), tuple(range(30, 40))
 LRS = (1e-3, 2e-3, 4e-3)
 EVALUATE_EVERY = 100
 
@@ -130,16 +133,20 @@ def tune(study: Study, arm: str, out: Path, jobs: int) -> list[Row]:
         lrs.add(2 * best if best == max(lrs) else best / 2)
 
 
-def train(study: Study, arm: str, lr: float, decay: str, out: Path, jobs: int) -> list[Row]:
-    """Train an arm with all seeds, and return one row per evaluation of the finished runs."""
+def train(
+    study: Study, arm: str, settings: tuple[float, str], seeds: Sequence[int], out: Path, jobs: int
+) -> list[Row]:
+    """Train an arm with some seeds, and return one row per evaluation of the finished runs."""
+    lr, decay = settings
     options = {
         "model__optimizer__lr": lr,
         "trainer__val_check_interval": EVALUATE_EVERY,
         "trainer__callbacks__EMA__decays": f"[{decay}]",
     }
     folder = out / f"lr-{lr:g}-ema-{decay}"
-    runs = run(study, arm, SEEDS, folder, jobs, **options)
-    return [*table([r for r in collect_runs([str(folder / runs[0].arm)]) if finished(r)], False)]
+    runs = run(study, arm, seeds, folder, jobs, **options)
+    collected = collect_runs([str(each.folder) for each in runs])
+    return [*table([each for each in collected if finished(each)], False)]
 
 
 def arm_name(arm: str) -> str:
@@ -167,18 +174,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/atlas"))
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--only", nargs="+", metavar="ARM", help="names of arms as in PARTS")
+    parser.add_argument("--confirm", action="store_true", help="train with ten further seeds")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     study, out = STUDIES[args.study], args.out / args.study
+    stage, seeds = ("atlas-confirmation", FURTHER_SEEDS) if args.confirm else ("atlas", SEEDS)
     for arm in study.arms:
         if args.only and arm not in args.only:
             continue
         tuning = args.csv / f"atlas-tuning-{study.tuned_in or args.study}.csv"
-        if study.tuned_in is None:
+        if study.tuned_in is None and not args.confirm:
             replace_rows(tuning, tune(study, arm, out, args.jobs))
-        lr, decay = best_settings(tuning, arm)
-        rows = train(study, arm, lr, decay, out, args.jobs)
-        replace_rows(args.csv / f"atlas-{args.study}.csv", rows)
+        rows = train(study, arm, best_settings(tuning, arm), seeds, out, args.jobs)
+        replace_rows(args.csv / f"{stage}-{args.study}.csv", rows)
 
 
 if __name__ == "__main__":
