@@ -64,7 +64,9 @@ class DINOv2(_PretrainedViT):
     Source: Stein et al. 2023, "Exposing flaws of generative model evaluation metrics and their
         unfair treatment of diffusion models" (arXiv 2306.04675). The paper's code resizes the
         images with Pillow's bicubic interpolation. This protocol resizes with PyTorch's version of
-        the same algorithm. A few values per thousand differ from Pillow's, by at most 2 of 255.
+        the same algorithm. For square images, a few values per thousand differ from Pillow's, by at
+        most 2 of 255. Images that are lower than 224 pixels in one direction and higher in the
+        other differ more, because recent versions of Pillow resize the directions in another order.
 
     Example:
         >>> DINOv2().name, DINOv2().metric

@@ -8,8 +8,9 @@ seeds. To continue after a stop, run the same command again. Tuning writes atlas
 and training writes atlas-STUDY.csv. --only trains some of the arms, which have the names in
 PARTS.
 
-With --confirm, arms are trained with ten further seeds instead, as they were tuned before. This
-writes atlas-confirmation-STUDY.csv. Add the controls of the arms to --only.
+With --confirm, arms are trained with ten further seeds instead, as they were tuned before. The
+baseline and controls are trained with their second best learning rate, too. This writes
+atlas-confirmation-STUDY.csv. Add the baseline ("") and the controls of the arms to --only.
 
 The study on MNIST uses what was tuned on the digits. It reads data/ and mnist-cnn.safetensors in
 the current folder, which configs/mnist.yaml describes.
@@ -24,6 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from atlas_table import CONTROLS, SECOND_LR
 from runs_to_csv import finished, table
 
 from lit_diffusion.cli.loggers import read_evaluations
@@ -36,7 +38,7 @@ Row = dict[str, Any]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WIDTHS = Path(__file__).with_name("atlas-widths.yaml")
-TUNING_SEED, SEEDS, FURTHER_SEEDS = 10, (0, 1, 2), tuple(range(30, 40))
+TUNING_SEED, SEEDS, FURTHER_SEEDS = 10, (0, 1, 2), tuple(range(40, 50))
 LRS = (1e-3, 2e-3, 4e-3)
 EVALUATE_EVERY = 100
 
@@ -70,14 +72,26 @@ PARTS = (
 TIMES = ("simple+info-noise", "digits-textbook/clts", "digits/adaptive-timesteps")
 """Arms that choose the training times, and cannot be added to a recipe that chooses them, too."""
 
+OF_TEXTBOOK = ("digits/linear", "digits-textbook/fdm")
+"""Arms with the gamma of Min-SNR that textbook has, and the control."""
+
+OF_DIGITS = (
+    *("digits-textbook/contrastive-bias", "digits-textbook/contrastive-corrected"),
+    *("digits/dit", "digits/dit-tread", "digits/dit+digits/sra", "digits/magnitude-preserving"),
+)
+"""Arms with the size or the mean of the digits."""
+
+
+def without(*arms: str) -> tuple[str, ...]:
+    return tuple(arm for arm in PARTS if arm not in arms)
+
+
 STUDIES = {
     "digits-textbook": Study(("digits-ablation", "arms/digits/textbook"), PARTS, 500),
     "digits-balanced": Study(
-        ("digits-ablation", "arms/digits/balanced"),
-        tuple(arm for arm in PARTS if arm not in TIMES),
-        600,
+        ("digits-ablation", "arms/digits/balanced"), without(*TIMES, *OF_TEXTBOOK), 600
     ),
-    "mnist": Study(("mnist", "arms/digits/textbook"), PARTS, 500, "digits-textbook"),
+    "mnist": Study(("mnist", "arms/digits/textbook"), without(*OF_DIGITS), 500, "digits-textbook"),
 }
 
 
@@ -88,6 +102,9 @@ def run(
 
     Args:
         options: options of the fits. The runs of an arm with other options need another `out`.
+
+    Raises:
+        SystemExit: if a run did not finish, and its training did not diverge.
     """
     experiment = [str(CONFIGS / f"{name}.yaml") for name in study.experiment]
     if TUNING_SEED in seeds:
@@ -96,7 +113,11 @@ def run(
     fixed = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
     runs = plan_sweep(experiment, ["+".join(files)] if arm else [], seeds, out, fixed)
     runs = [each for each in runs if (each.arm == BASELINE) == (not arm)]
-    Sweep(runs, jobs).run()
+    sweep = Sweep(runs, jobs)
+    sweep.run()
+    for each in runs:  # a fit that failed for another reason must not count as diverged
+        if each not in sweep.finished and not collect_runs([str(each.folder)])[0].diverged:
+            raise SystemExit(f"{each.name} did not finish. Run the same command again.")
     return runs
 
 
@@ -154,11 +175,13 @@ def arm_name(arm: str) -> str:
     return "+".join(Path(part).stem for part in arm.split("+")) or BASELINE
 
 
-def best_settings(tuning: Path, arm: str) -> tuple[float, str]:
-    """Learning rate and EMA decay with which an arm scored best."""
+def best_settings(tuning: Path, arm: str) -> list[tuple[float, str]]:
+    """Learning rates of an arm, the best first, each with the EMA decay that scored best."""
     rows = [row for row in csv.DictReader(tuning.open()) if row["arm"] == arm_name(arm)]
-    best = min(rows, key=lambda row: float(row["score"]))
-    return float(best["lr"]), best["decay"]
+    decays: dict[float, str] = {}
+    for row in sorted(rows, key=lambda row: float(row["score"])):
+        decays.setdefault(float(row["lr"]), row["decay"])
+    return [*decays.items()]
 
 
 def replace_rows(file: Path, rows: Sequence[Row]) -> None:
@@ -173,7 +196,7 @@ def main() -> None:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--out", type=Path, default=Path("runs/atlas"))
     parser.add_argument("--csv", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", metavar="ARM", help="names of arms as in PARTS")
+    parser.add_argument("--only", nargs="+", metavar="ARM", choices=PARTS)
     parser.add_argument("--confirm", action="store_true", help="train with ten further seeds")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
@@ -185,7 +208,11 @@ def main() -> None:
         tuning = args.csv / f"atlas-tuning-{study.tuned_in or args.study}.csv"
         if study.tuned_in is None and not args.confirm:
             replace_rows(tuning, tune(study, arm, out, args.jobs))
-        rows = train(study, arm, best_settings(tuning, arm), seeds, out, args.jobs)
+        best, second, *_ = best_settings(tuning, arm)
+        rows = train(study, arm, best, seeds, out, args.jobs)
+        if args.confirm and arm_name(arm) in {BASELINE, *CONTROLS.values()}:
+            others = train(study, arm, second, seeds, out, args.jobs)
+            rows += [row | {"arm": row["arm"] + SECOND_LR} for row in others]
         replace_rows(args.csv / f"{stage}-{args.study}.csv", rows)
 
 

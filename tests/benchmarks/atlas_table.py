@@ -1,19 +1,22 @@
 """Tables of docs/results/atlas.md: atlas_table.py docs/results/atlas-STUDY.csv [ARM ...]
 
-A row per arm, which is compared with its control. "Score" is the arm's score at the end, divided by
-that of its control: a geometric mean over seeds, with a 95% interval (Welch's t test on logs). The
-next columns are the speed-ups to the lowest distance that every seed of the control reaches, or
-"to" the lowest distance that every seed of both arms reaches. The last two columns are means over
-seeds at the end: of the arm, and in brackets of its control. The table of tuned learning rates and
-EMA decays comes from atlas-tuning-STUDY.csv in the same folder.
+1. Scores and distances at the end of training, each divided by that of the control or baseline:
+   geometric means over seeds, with 95% intervals (Welch's t test on logarithms).
+2. Speed-ups over the control, to the lowest distance that every seed of the control reaches, or
+   "to" the lowest distance that every seed of both arms reaches. Recall and memorized samples at
+   the end: means over seeds of the arm, and in brackets of its control.
+3. Settings with the best scores of atlas-tuning-STUDY.csv, which is in the same folder.
 
-With names of arms, only these arms have a row, and the p-values of their scores are corrected with
-Holm's method for these arms.
+With names of arms, the first table has only these arms, and a p-value for each. It is the largest
+one of the tests of its score against its control and against the baseline, with both of their
+learning rates, and is corrected with Holm's method for these arms. An arm that cannot be tested
+counts as p = 1, and so does an arm whose score is not the lower one in each test.
 """
 
 import csv
 import math
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -27,7 +30,6 @@ from lit_diffusion.lab.compare.sweep import BASELINE
 from lit_diffusion.lab.compare.tables import format_fid, format_p, format_speedup
 
 CONTROLS = {
-    "p2": "simple",
     "mdlrc": "lr-decay",
     "simple+info-noise": "simple",
     "contrastive": "contrastive-bias",
@@ -37,24 +39,42 @@ CONTROLS = {
 }
 """Arm -> its control, where it is not the baseline."""
 
+SECOND_LR = ", second lr"
+"""End of the name of a control that was trained with its second best learning rate."""
 
-def log_score(curve: Curve) -> float:
-    """Logarithm of the score at the end, as atlas.py computes it."""
-    distances = {"fid": curve.fids[-1], **curve.other_metrics[-1]}
-    return fmean(math.log(distances[name] / target) for name, target in TARGETS.items())
+Measure = Callable[[Curve], float]
 
 
-def score_test(arm: Arm, control: Arm) -> TTest | None:
-    """Welch's test of log scores; None if a run diverged, or if there are fewer than two seeds."""
-    scores = [[log_score(curve) for curve in each.curves] for each in (arm, control)]
-    if not all(math.isfinite(score) for each in scores for score in each):
-        return None
-    return welch(*scores)
+def log_distance(name: str) -> Measure:
+    """Logarithm of a distance of the last evaluation; NaN if the samples were not finite."""
+
+    def of(curve: Curve) -> float:
+        last = {"fid": curve.fids[-1], **curve.other_metrics[-1]}
+        return math.log(last.get(name) or math.nan)
+
+    return of
+
+
+def log_score(names: Sequence[str]) -> Measure:
+    """Logarithm of the geometric mean of distances. Targets cancel in a ratio."""
+    return lambda curve: fmean(log_distance(name)(curve) for name in names)
+
+
+def test(arm: Arm, other: Arm, measure: Measure) -> TTest | None:
+    """Welch's test; None if a run diverged, or if an arm has fewer than two seeds."""
+    logs = [[measure(curve) for curve in each.curves] for each in (arm, other)]
+    return welch(*logs) if all(math.isfinite(log) for each in logs for log in each) else None
+
+
+def largest_p(tests: Sequence[TTest | None]) -> float | None:
+    """Largest p-value; None if a test is missing, or if the arm does not have the lower score."""
+    results = [each for each in tests if each and each.difference < 0]
+    return max(each.p for each in results) if len(results) == len(tests) else None
 
 
 def faster(arm: Arm, control: Arm, metric: str) -> str:
     arms = [arm, control] if metric == "fid" else by_metric([arm, control], metric)
-    if len(arms) < 2:
+    if len(arms) < 2 or math.isinf(control.reached_by_all):
         return "diverged"
     comparison = compare(arms, control.name)
     (result,) = comparison.results
@@ -63,40 +83,65 @@ def faster(arm: Arm, control: Arm, metric: str) -> str:
 
 
 def at_end(arm: Arm, control: Arm, metric: str) -> str:
-    means = [fmean(curve.other_metrics[-1][metric] for curve in a.curves) for a in (arm, control)]
+    means = [
+        fmean(curve.other_metrics[-1].get(metric, math.nan) for curve in each.curves)
+        for each in (arm, control)
+    ]
     return "{:.2f} ({:.2f})".format(*means)
 
 
-def row(arm: Arm, control: Arm, test: TTest | None, p: str) -> list[str]:
-    seeds = f"{len(arm.curves)}, {len(control.curves)}"
-    speedups = [faster(arm, control, name) for name in TARGETS]
-    ends = [at_end(arm, control, name) for name in ("recall", "memorized")]
-    score = ratio(test) + p if test else "not tested"
-    return [arm.name, control.name, seeds, score, *speedups, *ends]
+def end_table(arms: Mapping[str, Arm], names: Sequence[str], only: Sequence[str]) -> None:
+    baseline, score = arms[BASELINE], log_score(names)
+    rows, ps = [], []
+    has_control = [
+        name for name in arms if name != BASELINE and CONTROLS.get(name, BASELINE) in arms
+    ]
+    for name in only or has_control:
+        arm, control = arms[name], arms[CONTROLS.get(name, BASELINE)]
+        tests = [test(arm, control, score), test(arm, baseline, score)]
+        seconds = [arms.get(each.name + SECOND_LR) for each in (control, baseline)]
+        ps.append(largest_p([*tests, *(test(arm, each, score) for each in seconds if each)]))
+        tests += [test(arm, baseline, log_distance(each)) for each in names]
+        cells = [ratio(each) if each else "not tested" for each in tests]
+        rows.append([name, control.name, f"{len(arm.curves)}, {len(control.curves)}", *cells])
+    heads = ["arm", "control", "seeds", "score / control's", "score / baseline's"]
+    heads += [f"{name} / baseline's".replace("fid", "FID") for name in names]
+    if only:
+        heads.append("p")
+        rows = [[*row, format_p(p)] for row, p in zip(rows, holm(ps), strict=True)]
+    print_table(heads, rows)
+
+
+def speed_table(arms: Mapping[str, Arm], names: Sequence[str]) -> None:
+    rows = []
+    for name, arm in arms.items():
+        control = arms.get(CONTROLS.get(name, BASELINE), arm)
+        if control is not arm:
+            speedups = [faster(arm, control, each) for each in names]
+            ends = [at_end(arm, control, each) for each in ("recall", "memorized")]
+            rows.append([name, control.name, *speedups, *ends])
+    heads = [*(name.replace("fid", "FID") for name in names), "recall", "memorized"]
+    print_table(["arm", "control", *heads], rows)
+
+
+def tuning_table(file: Path) -> None:
+    best: dict[str, dict[str, str]] = {}
+    for row in sorted(csv.DictReader(file.open()), key=lambda row: float(row["score"])):
+        best.setdefault(row["arm"], row)
+    rows = [[a, r["lr"], r["decay"], f"{float(r['score']):.2f}"] for a, r in best.items()]
+    print_table(["arm", "lr", "EMA decay", "score on the tuning seed"], rows)
 
 
 if __name__ == "__main__":
     file, only = Path(sys.argv[1]), sys.argv[2:]
     arms = {arm.name: arm for arm in read_arms([str(file)])}
-    pairs = [
-        (arm, arms[control])
-        for arm in arms.values()
-        if (control := CONTROLS.get(arm.name, BASELINE)) in arms and control != arm.name
-        if arm.name in (only or arms)
-    ]
-    tests = [score_test(arm, control) for arm, control in pairs]
-    ps = holm([test and test.p for test in tests])
-    texts = [f", p {format_p(p)}" if only else "" for p in ps]
-    rows = [row(*pair, test, p) for pair, test, p in zip(pairs, tests, texts, strict=True)]
-    heads = ["arm", "control", "seeds", "score", *TARGETS, "recall", "memorized"]
-    print_table([name.replace("fid", "FID") for name in heads], rows)
-    tuning = file.with_stem(file.stem.replace("atlas", "atlas-tuning"))
-    if tuning.exists():
-        best: dict[str, dict[str, str]] = {}
-        for each in sorted(csv.DictReader(tuning.open()), key=lambda each: float(each["score"])):
-            best.setdefault(each["arm"], each)
+    measured = {name for arm in arms.values() for c in arm.curves for name in c.other_metrics[-1]}
+    names = [name for name in TARGETS if name in {"fid", *measured}]
+    if missing := {*only} - arms.keys():
+        sys.exit(f"{file} has no rows of {', '.join(sorted(missing))}.")
+    end_table(arms, names, only)
+    print()
+    speed_table(arms, names)
+    if (tuning := file.with_stem(file.stem.replace("atlas", "atlas-tuning"))).exists():
         print()
-        print_table(
-            ["arm", "lr", "EMA decay", "score on the tuning seed"],
-            [[a, r["lr"], r["decay"], f"{float(r['score']):.2f}"] for a, r in best.items()],
-        )
+        tuning_table(tuning)

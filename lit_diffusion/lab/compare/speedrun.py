@@ -215,7 +215,7 @@ def measure(name: str, runs: Sequence[PlannedRun], commit: str = "") -> Entry:
 
 
 def processor() -> str:
-    """Name of the processor and its number of cores. The runs of a speedrun do not use a GPU."""
+    """Name of this machine's processor and its number of cores. A speedrun does not use a GPU."""
     name, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     text = check_regular(info).read_text() if info.exists() else ""
     if model := re.search(r"^model name\s*: (.+)$", text, re.MULTILINE):
