@@ -156,3 +156,59 @@ def test_the_tables_of_speed_are_of_the_rows_beside_them(name, page, script):
     text = (RESULTS / f"{page}.md").read_text()
     assert all(table in text for table in output.strip().split("\n\n"))
     assert "|---" in output
+
+
+def distances(arm: str, factor: float, spread: tuple[float, ...] = (0.9, 1.0, 1.1)) -> list[str]:
+    """CSV rows of an arm: one evaluation of each seed."""
+    values = [factor * each for each in spread]
+    return [f"{arm},{seed},500,{v},{v},{v},{v},0.8,0.3" for seed, v in enumerate(values)]
+
+
+@pytest.fixture
+def atlas_table(tmp_path, monkeypatch, capsys):
+    """Rows of the first table that atlas_table.py prints, by arm; the last cell is p."""
+
+    def run(rows: list[str], *arms: str) -> dict[str, list[str]]:
+        head = "arm,seed,step,fid,held-out,pixels,random-cnn,recall,memorized"
+        (tmp_path / "atlas-x.csv").write_text("\n".join([head, *rows]))
+        script = "tests/benchmarks/atlas_table.py"
+        monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")  # as for a script
+        monkeypatch.setattr(sys, "argv", [script, str(tmp_path / "atlas-x.csv"), *arms])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        first = tables(capsys.readouterr().out)[0]
+        return {row[0]: row for row in first[2:]}
+
+    return run
+
+
+def test_the_atlas_divides_scores_by_the_control_and_by_the_baseline(atlas_table):
+    rows = [*distances("baseline", 1.0), *distances("simple", 2.0)]
+    row = atlas_table([*rows, *distances("simple+info-noise", 1.2)])["simple+info-noise"]
+    assert row[1] == "simple"
+    assert [cell.split(" ")[0] for cell in row[3:]] == [
+        "0.60",
+        "1.20",
+        "1.20",
+        "1.20",
+        "1.20",
+        "1.20",
+    ]
+
+
+def test_the_atlas_confirms_an_arm_that_beats_both_learning_rates_of_its_control(atlas_table):
+    rows = [*distances("baseline", 1.0), *distances("muon", 0.7), *distances("x0", 0.6)]
+    alone, both = atlas_table(rows, "x0"), atlas_table(rows, "muon", "x0")
+    assert float(alone["x0"][-1]) < float(both["x0"][-1]) < 0.05  # Holm's correction
+    second = distances("baseline at its second lr", 0.65)
+    assert atlas_table([*rows, *second], "muon")["muon"][-1] == "-"
+
+
+def test_a_diverged_run_of_the_atlas_is_not_tested(atlas_table):
+    rows = [
+        *distances("baseline", 1.0),
+        *distances("muon", 0.5),
+        "x0,0,500,,,,,,",
+        "x0,1,500,1,1,1,1,1,1",
+    ]
+    row = atlas_table(rows)["x0"]
+    assert row[3:] == ["not tested"] * 6

@@ -116,7 +116,8 @@ def run(
     sweep = Sweep(runs, jobs)
     sweep.run()
     for each in runs:  # a fit that failed for another reason must not count as diverged
-        if each not in sweep.finished and not collect_runs([str(each.folder)])[0].diverged:
+        is_diverged = any(collected.diverged for collected in collect_runs([str(each.folder)]))
+        if each not in sweep.finished and not is_diverged:
             raise SystemExit(f"{each.name} did not finish. Run the same command again.")
     return runs
 

@@ -39,20 +39,24 @@ CONTROLS = {
 }
 """Arm -> its control, where it is not the baseline."""
 
-SECOND_LR = ", second lr"
+SECOND_LR = " at its second lr"
 """End of the name of a control that was trained with its second best learning rate."""
 
 Measure = Callable[[Curve], float]
 
 
-def log_distance(name: str) -> Measure:
-    """Logarithm of a distance of the last evaluation; NaN if the samples were not finite."""
+def at_end(name: str) -> Measure:
+    """A metric of the last evaluation; NaN if the samples were not finite."""
 
     def of(curve: Curve) -> float:
-        last = {"fid": curve.fids[-1], **curve.other_metrics[-1]}
-        return math.log(last.get(name) or math.nan)
+        others = curve.other_metrics[-1] if curve.other_metrics else {}
+        return {"fid": curve.fids[-1], **others}.get(name, math.nan)
 
     return of
+
+
+def log_distance(name: str) -> Measure:
+    return lambda curve: math.log(at_end(name)(curve))
 
 
 def log_score(names: Sequence[str]) -> Measure:
@@ -82,11 +86,8 @@ def faster(arm: Arm, control: Arm, metric: str) -> str:
     return format_speedup(result.speedup) + end
 
 
-def at_end(arm: Arm, control: Arm, metric: str) -> str:
-    means = [
-        fmean(curve.other_metrics[-1].get(metric, math.nan) for curve in each.curves)
-        for each in (arm, control)
-    ]
+def both_means(arm: Arm, control: Arm, metric: str) -> str:
+    means = [fmean(map(at_end(metric), each.curves)) for each in (arm, control)]
     return "{:.2f} ({:.2f})".format(*means)
 
 
@@ -118,7 +119,7 @@ def speed_table(arms: Mapping[str, Arm], names: Sequence[str]) -> None:
         control = arms.get(CONTROLS.get(name, BASELINE), arm)
         if control is not arm:
             speedups = [faster(arm, control, each) for each in names]
-            ends = [at_end(arm, control, each) for each in ("recall", "memorized")]
+            ends = [both_means(arm, control, each) for each in ("recall", "memorized")]
             rows.append([name, control.name, *speedups, *ends])
     heads = [*(name.replace("fid", "FID") for name in names), "recall", "memorized"]
     print_table(["arm", "control", *heads], rows)
@@ -135,8 +136,8 @@ def tuning_table(file: Path) -> None:
 if __name__ == "__main__":
     file, only = Path(sys.argv[1]), sys.argv[2:]
     arms = {arm.name: arm for arm in read_arms([str(file)])}
-    measured = {name for arm in arms.values() for c in arm.curves for name in c.other_metrics[-1]}
-    names = [name for name in TARGETS if name in {"fid", *measured}]
+    curves = [curve for arm in arms.values() for curve in arm.curves]
+    names = [n for n in TARGETS if any(math.isfinite(at_end(n)(curve)) for curve in curves)]
     if missing := {*only} - arms.keys():
         sys.exit(f"{file} has no rows of {', '.join(sorted(missing))}.")
     end_table(arms, names, only)
