@@ -2,8 +2,8 @@
 
     python tests/benchmarks/atlas.py digits-textbook --out runs/atlas --csv docs/results
 
-Each arm is tuned on one seed: runs with several learning rates are scored with four widths of the
-EMA. The arm is then trained with the learning rate and the width that scored best, with three other
+Each arm is tuned on one seed: runs with several learning rates are scored with four decays of the
+EMA. The arm is then trained with the learning rate and the decay that scored best, with three other
 seeds. To continue after a stop, run the same command again. Tuning writes atlas-tuning-STUDY.csv,
 and training writes atlas-STUDY.csv. --only trains some of the arms, which have the names in
 PARTS.
@@ -61,25 +61,26 @@ class Study:
 
 
 PARTS = (
-    *("", "muon", "x0", "simple", "digits-textbook/mdlrc", "digits-textbook/lr-decay"),
+    "",  # the baseline
+    *("muon", "x0", "simple", "digits-textbook/mdlrc", "digits-textbook/lr-decay"),
     *("optimal-transport", "simple+info-noise", "contrastive", "digits-textbook/contrastive-bias"),
     *("digits-textbook/contrastive-corrected", "dispersive", "digits-textbook/clts", "immiscible"),
     *("digits/adaptive-timesteps", "p2", "epsilon", "digits/linear", "digits-textbook/fdm"),
     *("digits/dit", "digits/dit-tread", "digits/dit+digits/sra", "digits/magnitude-preserving"),
 )
-"""The arms; "" is the baseline."""
+"""The arms, in the order in which they are trained."""
 
-TIMES = ("simple+info-noise", "digits-textbook/clts", "digits/adaptive-timesteps")
-"""Arms that choose the training times, and cannot be added to a recipe that chooses them, too."""
-
-OF_TEXTBOOK = ("digits/linear", "digits-textbook/fdm")
-"""Arms with the gamma of Min-SNR that textbook has, and the control."""
+OF_TEXTBOOK = (
+    *("simple+info-noise", "digits-textbook/clts", "digits/adaptive-timesteps"),
+    *("digits/linear", "digits-textbook/fdm"),
+)
+"""Arms that choose the training times or the gamma of Min-SNR, and linear, the control of fdm."""
 
 OF_DIGITS = (
-    *("digits-textbook/contrastive-bias", "digits-textbook/contrastive-corrected"),
+    *("contrastive", "digits-textbook/contrastive-bias", "digits-textbook/contrastive-corrected"),
     *("digits/dit", "digits/dit-tread", "digits/dit+digits/sra", "digits/magnitude-preserving"),
 )
-"""Arms with the size or the mean of the digits."""
+"""Arms with the size or the mean of the digits, and contrastive, whose control is one of them."""
 
 
 def without(*arms: str) -> tuple[str, ...]:
@@ -89,7 +90,7 @@ def without(*arms: str) -> tuple[str, ...]:
 STUDIES = {
     "digits-textbook": Study(("digits-ablation", "arms/digits/textbook"), PARTS, 500),
     "digits-balanced": Study(
-        ("digits-ablation", "arms/digits/balanced"), without(*TIMES, *OF_TEXTBOOK), 600
+        ("digits-ablation", "arms/digits/balanced"), without(*OF_TEXTBOOK), 600
     ),
     "mnist": Study(("mnist", "arms/digits/textbook"), without(*OF_DIGITS), 500, "digits-textbook"),
 }
@@ -112,12 +113,11 @@ def run(
     files = [str(CONFIGS / "arms" / f"{name}.yaml") for name in arm.split("+") if name]
     fixed = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
     runs = plan_sweep(experiment, ["+".join(files)] if arm else [], seeds, out, fixed)
-    runs = [each for each in runs if (each.arm == BASELINE) == (not arm)]
+    runs = [each for each in runs if each.arm == arm_name(arm)]  # a plan contains the baseline, too
     sweep = Sweep(runs, jobs)
     sweep.run()
     for each in runs:  # a fit that failed for another reason must not count as diverged
-        is_diverged = any(collected.diverged for collected in collect_runs([str(each.folder)]))
-        if each not in sweep.finished and not is_diverged:
+        if each not in sweep.finished and not collect_runs([str(each.folder)])[0].diverged:
             raise SystemExit(f"{each.name} did not finish. Run the same command again.")
     return runs
 
@@ -131,9 +131,12 @@ def score(record: Row) -> float:
 
 
 def tune(study: Study, arm: str, out: Path, jobs: int) -> list[Row]:
-    """Score each learning rate and each width of the EMA.
+    """Score each learning rate and each decay of the EMA.
 
     Learning rates are added until the best one is neither the lowest nor the highest.
+
+    Raises:
+        SystemExit: if the training diverged with each learning rate.
     """
     rows: list[Row] = []
     lrs = {*LRS}
@@ -150,6 +153,8 @@ def tune(study: Study, arm: str, out: Path, jobs: int) -> list[Row]:
             ]
         rows.sort(key=lambda row: row["score"])
         best = rows[0]["lr"]
+        if math.isinf(rows[0]["score"]):
+            raise SystemExit(f"{rows[0]['arm']} diverged with the learning rates {sorted(lrs)}.")
         if min(lrs) < best < max(lrs):
             return rows
         lrs.add(2 * best if best == max(lrs) else best / 2)

@@ -138,7 +138,8 @@ if __name__ == "__main__":
     arms = {arm.name: arm for arm in read_arms([str(file)])}
     curves = [curve for arm in arms.values() for curve in arm.curves]
     names = [n for n in TARGETS if any(math.isfinite(at_end(n)(curve)) for curve in curves)]
-    if missing := {*only} - arms.keys():
+    needed = {BASELINE, *only, *(CONTROLS.get(name, BASELINE) for name in only)}
+    if missing := needed - arms.keys():
         sys.exit(f"{file} has no rows of {', '.join(sorted(missing))}.")
     end_table(arms, names, only)
     print()
