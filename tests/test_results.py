@@ -20,11 +20,12 @@ from lit_diffusion.lab.compare.run_tables import arms_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
-WORDS = ("what it is", "what differs", "what was tried")  # heads of columns without results
+WORDS = ("what it is", "what differs", "what was tried", "reported", "where")
+"""Heads of columns without results of ours."""
 INTERVAL = re.compile(r"[\d.,]+x? \[[\d. ,-]+\]")
 FIGURE = re.compile(r"[\d.,]+x? \[[^]]+\]|[\d.]+ \+- [\d.]+|\d+(?:[.,]\d+)*")
 
-ALIKE = {"digits-ablation": 65, "fast": 19}
+ALIKE = {"digits-ablation": 65, "fast": 19, "atlas": 52}
 """Rows that stand as printed; other pages name the commit whose script prints their tables."""
 
 
@@ -67,6 +68,7 @@ def printed(monkeypatch, capsys, tmp_path):
         return "\n".join(outputs)
 
     monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")  # as for a script
     return run
 
 
