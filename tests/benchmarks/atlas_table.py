@@ -1,11 +1,13 @@
 """Tables of docs/results/atlas.md: atlas_table.py docs/results/atlas-STUDY.csv [ARM ...]
 
-1. Scores and distances at the end of training, each divided by that of the control or baseline:
-   geometric means over seeds, with 95% intervals (Welch's t test on logarithms).
+1. Scores and distances at the end of training, divided by those of the baseline, and the score
+   divided by that of the control: geometric means over seeds, with 95% intervals (Welch's t test on
+   logarithms).
 2. Speed-ups over the control, to the lowest distance that every seed of the control reaches, or
    "to" the lowest distance that every seed of both arms reaches. Recall and memorized samples at
    the end: means over seeds of the arm, and in brackets of its control.
 3. Settings with the best scores of atlas-tuning-STUDY.csv, which is in the same folder.
+4. CPU times of a training step, of atlas-steps-STUDY.csv.
 
 With names of arms, the first table has only these arms, and a p-value for each. It is the largest
 one of the tests of its score against its control and against the baseline, with both of their
@@ -104,9 +106,9 @@ def end_table(arms: Mapping[str, Arm], names: Sequence[str], only: Sequence[str]
         ps.append(largest_p([*tests, *(test(arm, each, score) for each in seconds if each)]))
         tests += [test(arm, baseline, log_distance(each)) for each in names]
         cells = [ratio(each) if each else "not tested" for each in tests]
-        rows.append([name, control.name, f"{len(arm.curves)}, {len(control.curves)}", *cells])
-    heads = ["arm", "control", "seeds", "score / control's", "score / baseline's"]
-    heads += [f"{name} / baseline's".replace("fid", "FID") for name in names]
+        rows.append([name, control.name, *cells])
+    heads = ["arm", "control", "score / control's", "score"]
+    heads += [name.replace("fid", "FID") for name in names]
     if only:
         heads.append("p")
         rows = [[*row, format_p(p)] for row, p in zip(rows, holm(ps), strict=True)]
@@ -133,6 +135,17 @@ def tuning_table(file: Path) -> None:
     print_table(["arm", "lr", "EMA decay", "score on the tuning seed"], rows)
 
 
+def steps_table(file: Path) -> None:
+    rows = [
+        [
+            row["arm"],
+            *(f"{float(row[name]):.2f}" for name in ("ratio to control", "ratio to baseline")),
+        ]
+        for row in csv.DictReader(file.open())
+    ]
+    print_table(["arm", "step time / control's", "step time / baseline's"], rows)
+
+
 if __name__ == "__main__":
     file, only = Path(sys.argv[1]), sys.argv[2:]
     arms = {arm.name: arm for arm in read_arms([str(file)])}
@@ -144,6 +157,7 @@ if __name__ == "__main__":
     end_table(arms, names, only)
     print()
     speed_table(arms, names)
-    if (tuning := file.with_stem(file.stem.replace("atlas", "atlas-tuning"))).exists():
-        print()
-        tuning_table(tuning)
+    for stage, print_stage in {"tuning": tuning_table, "steps": steps_table}.items():
+        if (other := file.with_stem(file.stem.replace("atlas", f"atlas-{stage}"))).exists():
+            print()
+            print_stage(other)
