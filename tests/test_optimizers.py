@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from support.plain_module import assert_same_bits, loader, make_trainer, trainable
 from support.recorded import Recorded
-from support.resuming import Recipe, assert_undisturbed, small_unet
+from support.resuming import TRAINER_SETTINGS, Recipe, assert_undisturbed, small_unet
 from support.small_networks import NETWORKS, arguments, small
 from support.spawn import spawn
 from support.tiny_diffusion import images, tiny_diffusion
@@ -277,13 +277,7 @@ def muon_unet():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        (("gradient_clip_val", 0.1), ("precision", "bf16-mixed")),
-        (("accumulate_grad_batches", 2),),
-    ],
-)
+@pytest.mark.parametrize("settings", TRAINER_SETTINGS)
 def test_a_run_that_died_resumes_to_the_bit(tmp_path, settings):
     recipe = Recipe(("EMA", "MomentumDecay"), trainer=settings, module=muon_unet)
     assert_undisturbed(tmp_path, recipe, 7)

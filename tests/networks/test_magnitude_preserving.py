@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import ModelParallelStrategy
 from support.golden import Z
 from support.plain_module import assert_same_bits, make_trainer
-from support.resuming import Recipe, assert_undisturbed, small_unet
+from support.resuming import TRAINER_SETTINGS, Recipe, assert_undisturbed, small_unet
 from support.small_networks import batch, condition, gradients
 from support.spawn import spawn
 from support.tiny_diffusion import images, tiny_diffusion
@@ -482,13 +482,7 @@ def module_to_resume():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        (("gradient_clip_val", 0.1), ("precision", "bf16-mixed")),
-        (("accumulate_grad_batches", 2),),
-    ],
-)
+@pytest.mark.parametrize("settings", TRAINER_SETTINGS)
 def test_a_run_that_died_resumes_to_the_bit(tmp_path, settings):
     recipe = Recipe(("EMA", "MomentumDecay"), trainer=settings, module=module_to_resume)
     assert_undisturbed(tmp_path, recipe, 7)

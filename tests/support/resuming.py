@@ -136,6 +136,13 @@ class DieAfter(Checkpoint):
                 raise Death
 
 
+TRAINER_SETTINGS = (
+    (("gradient_clip_val", 0.1), ("precision", "bf16-mixed")),
+    (("accumulate_grad_batches", 2),),
+)
+"""Settings of the Trainer under which each kind of optimizer and network must resume."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One kind of run."""
