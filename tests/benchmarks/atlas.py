@@ -5,12 +5,15 @@
 Each arm is tuned on one seed: runs with several learning rates are scored with four decays of the
 EMA. The arm is then trained with the learning rate and the decay that scored best, with three other
 seeds. To continue after a stop, run the same command again. Tuning writes atlas-tuning-STUDY.csv,
-and training writes atlas-STUDY.csv. --only trains some of the arms, which have the names in
-PARTS.
+and training writes atlas-STUDY.csv. --only trains some of the arms. Arms that are joined by +, such
+as muon+x0, are trained together.
 
-With --confirm, arms are trained with ten further seeds instead, as they were tuned before. The
-baseline and controls are trained with their second best learning rate, too. This writes
-atlas-confirmation-STUDY.csv. Add the baseline ("") and the controls of the arms to --only.
+--stage selects other seeds, and another name of the CSV file:
+
+* confirmation: ten seeds, for arms that were tuned before. The baseline and the controls are also
+  trained with their second best learning rate. Add the baseline ("") and the controls to --only.
+* recipe: the tuning seed and two more, for joined arms. They are tuned like single arms.
+* test: ten seeds that are used for nothing else, for the recipe and the baseline.
 
 The study on MNIST uses what was tuned on the digits. It reads data/ and mnist-cnn.safetensors in
 the current folder, which configs/mnist.yaml describes.
@@ -38,7 +41,13 @@ Row = dict[str, Any]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WIDTHS = Path(__file__).with_name("atlas-widths.yaml")
-TUNING_SEED, SEEDS, FURTHER_SEEDS = 10, (0, 1, 2), tuple(range(40, 50))
+TUNING_SEED = 10
+SEEDS = {
+    "screen": (0, 1, 2),
+    "confirmation": tuple(range(40, 50)),
+    "recipe": (TUNING_SEED, 11, 12),
+    "test": tuple(range(30, 40)),
+}
 LRS = (1e-3, 2e-3, 4e-3)
 EVALUATE_EVERY = 100
 
@@ -108,7 +117,7 @@ def run(
         SystemExit: if a run did not finish, and its training did not diverge.
     """
     experiment = [str(CONFIGS / f"{name}.yaml") for name in study.experiment]
-    if TUNING_SEED in seeds:
+    if [*seeds] == [TUNING_SEED]:  # tuning compares decays of the EMA
         experiment.append(str(WIDTHS))
     files = [str(CONFIGS / "arms" / f"{name}.yaml") for name in arm.split("+") if name]
     fixed = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
@@ -202,24 +211,27 @@ def main() -> None:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--out", type=Path, default=Path("runs/atlas"))
     parser.add_argument("--csv", type=Path, required=True)
-    parser.add_argument("--only", nargs="+", metavar="ARM", choices=PARTS)
-    parser.add_argument("--confirm", action="store_true", help="train with ten further seeds")
+    parser.add_argument("--only", nargs="+", metavar="ARM")
+    parser.add_argument("--stage", choices=SEEDS, default="screen")
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
+    if args.stage != "screen" and not args.only:
+        parser.error(f"--stage {args.stage} needs --only with the names of the arms")
+    for part in "+".join(args.only or []).split("+"):
+        if part and not (CONFIGS / "arms" / f"{part}.yaml").exists():
+            parser.error(f"configs/arms has no {part}.yaml")
     study, out = STUDIES[args.study], args.out / args.study
-    stage, seeds = ("atlas-confirmation", FURTHER_SEEDS) if args.confirm else ("atlas", SEEDS)
-    for arm in study.arms:
-        if args.only and arm not in args.only:
-            continue
+    for arm in args.only or study.arms:
         tuning = args.csv / f"atlas-tuning-{study.tuned_in or args.study}.csv"
-        if study.tuned_in is None and not args.confirm:
+        if study.tuned_in is None and args.stage in ("screen", "recipe"):
             replace_rows(tuning, tune(study, arm, out, args.jobs))
         best, second, *_ = best_settings(tuning, arm)
-        rows = train(study, arm, best, seeds, out, args.jobs)
-        if args.confirm and arm_name(arm) in {BASELINE, *CONTROLS.values()}:
-            others = train(study, arm, second, seeds, out, args.jobs)
+        rows = train(study, arm, best, SEEDS[args.stage], out, args.jobs)
+        if args.stage == "confirmation" and arm_name(arm) in {BASELINE, *CONTROLS.values()}:
+            others = train(study, arm, second, SEEDS[args.stage], out, args.jobs)
             rows += [row | {"arm": row["arm"] + SECOND_LR} for row in others]
-        replace_rows(args.csv / f"{stage}-{args.study}.csv", rows)
+        stage = "" if args.stage == "screen" else f"{args.stage}-"
+        replace_rows(args.csv / f"atlas-{stage}{args.study}.csv", rows)
 
 
 if __name__ == "__main__":
