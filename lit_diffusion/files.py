@@ -22,6 +22,9 @@ IMAGE_FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that `open_image` accepts. Pillow detects the format from the content of a file, not from
 its name. Other formats are excluded because Pillow runs Ghostscript to read some of them."""
 
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
+"""Extensions of the files that are images in a folder of training images."""
+
 IMAGE_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 """Pillow's name of the image mode for each number of channels."""
 
@@ -187,6 +190,35 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def walk_files(root: str | Path) -> Iterator[str]:
+    """Yield all files below a folder, sorted, without hidden ones and links to a parent folder.
+
+    Raises:
+        OSError: if a folder cannot be read.
+
+    Example:
+        >>> "files.py" in [os.path.basename(path) for path in walk_files(Path(__file__).parent)]
+        True
+    """
+    for folder, subfolders, names in os.walk(root, onerror=_raise, followlinks=True):
+        visible = (name for name in subfolders if name[0] != ".")
+        subfolders[:] = sorted(n for n in visible if not _leads_back(os.path.join(folder, n)))
+        yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _leads_back(path: str) -> bool:
+    """Whether a folder is a link to a folder that contains it."""
+    if not os.path.islink(path):
+        return False
+    parents = [os.path.join(os.path.realpath(parent), "") for parent in Path(path).parents]
+    target = os.path.join(os.path.realpath(path), "")
+    return any(parent.startswith(target) for parent in parents)  # other links may be among them
 
 
 def check_regular(path: str | Path) -> Path:

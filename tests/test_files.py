@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import itertools
 import os
@@ -16,6 +17,7 @@ from lit_diffusion.files import (
     check_regular,
     checked_read,
     open_image,
+    walk_files,
 )
 
 
@@ -115,3 +117,19 @@ def test_images_of_some_formats_are_read_whatever_their_file_name(tmp_path, kind
     expected = nullcontext() if is_read else pytest.raises(OSError, match="cannot identify")
     with expected, open_image(tmp_path / "0.png") as image:
         assert image.convert("RGB").size == (32, 32)
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    scandir = os.scandir
+
+    def denied(path):
+        if os.path.basename(path) == "b":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").touch()
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(PermissionError, match=r"b'$"):
+        list(walk_files(tmp_path))

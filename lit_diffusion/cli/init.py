@@ -10,10 +10,7 @@ from pathlib import Path
 
 from lit_diffusion.cli.options import Parser, integer
 from lit_diffusion.config.shipped import shipped_configs
-from lit_diffusion.files import atomic_write_text, check_regular
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
-"""Extensions of image files, as in `data.image_folder`, whose import would take seconds."""
+from lit_diffusion.files import IMAGE_EXTENSIONS, atomic_write_text, check_regular, walk_files
 
 UNWRITABLE = r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]"
 """Characters that YAML does not allow. Python decodes bytes that are not UTF-8 as surrogates."""
@@ -160,7 +157,7 @@ def count_images(root: Path) -> tuple[int, list[str]]:
             f"--images: there is no folder {root}; put images there, or name another folder."
         )
     counts = Counter(_class_of_images(root))
-    extensions = ", ".join(EXTENSIONS)
+    extensions = ", ".join(IMAGE_EXTENSIONS)
     if counts.total() < 4:
         raise ValueError(
             f"--images: {root} must hold four images or more ({extensions}), got {counts.total()}."
@@ -180,18 +177,9 @@ def count_images(root: Path) -> tuple[int, list[str]]:
 
 def _class_of_images(root: Path) -> Iterator[str]:
     """Yield the class folder of each image that `ImageFolder` finds; "." for images in the root."""
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        visible = (name for name in subfolders if name[0] != ".")
-        subfolders[:] = [name for name in visible if not _leads_back(Path(folder, name))]
-        class_name = os.path.relpath(folder, root).split(os.sep)[0]
-        images = (n for n in names if n[0] != "." and n.lower().endswith(EXTENSIONS))
-        yield from (class_name for _ in images)
-
-
-def _leads_back(path: Path) -> bool:
-    """Whether a folder is a link to a folder that contains it."""
-    target = path.resolve()
-    return path.is_symlink() and any(p.resolve().is_relative_to(target) for p in path.parents)
+    for file in walk_files(root):
+        if file.lower().endswith(IMAGE_EXTENSIONS):
+            yield os.path.relpath(os.path.dirname(file), root).split(os.sep)[0]
 
 
 def method_names() -> list[str]:

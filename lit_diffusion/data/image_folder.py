@@ -31,9 +31,14 @@ from lit_diffusion.data.cropped_images import (
     CroppedImages,
     Requirements,
 )
-from lit_diffusion.files import checked_read, open_image, user_cache
+from lit_diffusion.files import (
+    IMAGE_EXTENSIONS,
+    checked_read,
+    open_image,
+    user_cache,
+    walk_files,
+)
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 MAX_NAMED = 10
 """Maximal number of files named in a message."""
 
@@ -63,8 +68,8 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
     """
     if not root.is_dir():
         raise FileNotFoundError(f"A folder of images is needed, {root.absolute()} is not one.")
-    if not any(file.lower().endswith(EXTENSIONS) for file in _walk(root)):
-        raise ValueError(f"{root} holds no images ({', '.join(EXTENSIONS)}).")
+    if not any(file.lower().endswith(IMAGE_EXTENSIONS) for file in walk_files(root)):
+        raise ValueError(f"{root} holds no images ({', '.join(IMAGE_EXTENSIONS)}).")
     return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and e.name[0] != "."))
 
 
@@ -92,8 +97,8 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     label_of = {name: label for label, name in enumerate(classes)}
     names, labels, others, unclassified = [], [], [], []
     stamp = hashlib.sha256()
-    for file in _walk(root):  # a million files: no list of their paths is made
-        if not file.lower().endswith(EXTENSIONS):
+    for file in walk_files(root):  # a million files: no list of their paths is made
+        if not file.lower().endswith(IMAGE_EXTENSIONS):
             others.append(file)
             continue
         name = file[len(os.path.join(root, "")) :]
@@ -104,7 +109,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
         stamp.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="replace"))
         names.append(os.fsencode(name))
         labels.append(label)
-    extensions = ", ".join(EXTENSIONS)
+    extensions = ", ".join(IMAGE_EXTENSIONS)
     if others:
         rank_zero_info(
             f"Ignored files whose names do not end in {extensions}: {_join(sorted(others))}."
@@ -159,23 +164,6 @@ def check_images(listing: Listing, requirements: Requirements, cache: Path, thre
 def _join(names: Sequence[str]) -> str:
     more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
-
-
-def _walk(root: Path) -> Iterator[str]:
-    """Yield all files below a folder, sorted, without hidden ones and links to a parent folder."""
-    for folder, subfolders, names in os.walk(root, followlinks=True):
-        visible = (name for name in subfolders if name[0] != ".")
-        subfolders[:] = sorted(n for n in visible if not _leads_back(os.path.join(folder, n)))
-        yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
-
-
-def _leads_back(path: str) -> bool:
-    """Whether a folder is a link to a folder that contains it."""
-    if not os.path.islink(path):
-        return False
-    parents = [os.path.join(os.path.realpath(parent), "") for parent in Path(path).parents]
-    target = os.path.join(os.path.realpath(path), "")
-    return any(parent.startswith(target) for parent in parents)  # other links may be among them
 
 
 @dataclass(frozen=True, eq=False)

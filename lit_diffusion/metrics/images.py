@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from lit_diffusion.files import IMAGE_MODES, checked_read, open_image
+from lit_diffusion.files import IMAGE_MODES, checked_read, open_image, walk_files
 
 BatchKey: TypeAlias = int | str | Callable[..., Any] | None
 """How to get the images (N, C, H, W) of a batch: an index, a key, or a function of the batch. None
@@ -154,10 +154,11 @@ class FolderImages(Dataset[Tensor]):
     """Dataset of the PNG and JPEG files in a folder and its subfolders, sorted by path.
 
     An item is a uint8 image (C, H, W). C is 1 for gray and 3 for RGB images, plus 1 if there is an
-    alpha channel. All images must have the same shape. Files with a name in `OVERVIEWS` are
-    ignored, because `lit-diffusion sample` writes these overviews next to its samples.
+    alpha channel. All images must have the same shape. Hidden files are ignored, and files with a
+    name in `OVERVIEWS`, because `lit-diffusion sample` writes these overviews next to its samples.
 
     Raises:
+        OSError: if a folder cannot be read.
         ValueError: if there are no images. Indexing raises it if the file of the image is
             unreadable, or if the image differs in shape from the first image.
 
@@ -167,8 +168,9 @@ class FolderImages(Dataset[Tensor]):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        files = (p for p in Path(folder).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-        self.paths = sorted(p for p in files if p.name not in OVERVIEWS)
+        files = (Path(file) for file in walk_files(folder))
+        images = (file for file in files if file.suffix.lower() in IMAGE_SUFFIXES)
+        self.paths = sorted(image for image in images if image.name not in OVERVIEWS)
         if not self.paths:
             raise ValueError(f"{folder} contains no {', '.join(IMAGE_SUFFIXES)} file.")
         self.shape = read_image(self.paths[0]).shape

@@ -170,7 +170,3 @@ def test_class_folders_can_be_ignored(capsys):
     assert "6 images with no classes" in capsys.readouterr().out
     assert "num_classes: null" in Path("flat/config.yaml").read_text()
     assert "--labels" not in Path("flat/README.md").read_text()
-
-
-def test_images_are_those_of_the_data_module():
-    assert init.EXTENSIONS == image_folder.EXTENSIONS
