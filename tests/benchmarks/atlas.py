@@ -15,6 +15,8 @@ as muon+x0, are trained together.
 * recipe: the tuning seed and two more, for joined arms. They are tuned like single arms.
 * test: ten seeds that are used for nothing else, for the recipe and the baseline.
 
+--steps trains for another number of steps, which becomes a part of the arm's name.
+
 The study on MNIST uses what was tuned on the digits. It reads data/ and mnist-cnn.safetensors in
 the current folder, which configs/mnist.yaml describes.
 """
@@ -23,7 +25,7 @@ import argparse
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,7 +51,7 @@ SEEDS = {
     "test": tuple(range(30, 40)),
 }
 LRS = (1e-3, 2e-3, 4e-3)
-EVALUATE_EVERY = 100
+EVALUATE_EVERY = {"screen": 100, "confirmation": 100, "recipe": 50, "test": 50}
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,14 @@ class Study:
         arms: configs of each arm, joined by +, in the order in which they are trained.
         steps: optimizer steps of a run.
         tuned_in: the study whose tuning is used; None to tune.
+        suffix: end of the names of arms, if `steps` is not that of the recipe.
     """
 
     experiment: tuple[str, ...]
     arms: tuple[str, ...]
     steps: int
     tuned_in: str | None = None
+    suffix: str = ""
 
 
 PARTS = (
@@ -120,6 +124,8 @@ def run(
     if [*seeds] == [TUNING_SEED]:  # tuning compares decays of the EMA
         experiment.append(str(WIDTHS))
     files = [str(CONFIGS / "arms" / f"{name}.yaml") for name in arm.split("+") if name]
+    if study.suffix:
+        options["trainer__max_steps"] = study.steps
     fixed = [f"--{name.replace('__', '.')}={value}" for name, value in options.items()]
     runs = plan_sweep(experiment, ["+".join(files)] if arm else [], seeds, out, fixed)
     runs = [each for each in runs if each.arm == arm_name(arm)]  # a plan contains the baseline, too
@@ -157,7 +163,7 @@ def tune(study: Study, arm: str, out: Path, jobs: int) -> list[Row]:
             scores = {record["weights"].removeprefix("ema_"): score(record) for record in records}
             scores = scores or {"0.99": math.inf}  # the training diverged
             rows += [
-                {"arm": tuned.arm, "lr": lr, "decay": decay, "score": value}
+                {"arm": tuned.arm + study.suffix, "lr": lr, "decay": decay, "score": value}
                 for decay, value in scores.items()
             ]
         rows.sort(key=lambda row: row["score"])
@@ -170,19 +176,20 @@ def tune(study: Study, arm: str, out: Path, jobs: int) -> list[Row]:
 
 
 def train(
-    study: Study, arm: str, settings: tuple[float, str], seeds: Sequence[int], out: Path, jobs: int
+    study: Study, arm: str, settings: tuple[float, str], stage: str, out: Path, jobs: int
 ) -> list[Row]:
-    """Train an arm with some seeds, and return one row per evaluation of the finished runs."""
+    """Train an arm with the seeds of a stage. Returns a row per evaluation of the finished runs."""
     lr, decay = settings
     options = {
         "model__optimizer__lr": lr,
-        "trainer__val_check_interval": EVALUATE_EVERY,
+        "trainer__val_check_interval": EVALUATE_EVERY[stage],
         "trainer__callbacks__EMA__decays": f"[{decay}]",
     }
     folder = out / f"lr-{lr:g}-ema-{decay}"
-    runs = run(study, arm, seeds, folder, jobs, **options)
+    runs = run(study, arm, SEEDS[stage], folder, jobs, **options)
     collected = collect_runs([str(each.folder) for each in runs])
-    return [*table([each for each in collected if finished(each)], False)]
+    rows = table([each for each in collected if finished(each)], False)
+    return [row | {"arm": row["arm"] + study.suffix} for row in rows]
 
 
 def arm_name(arm: str) -> str:
@@ -190,9 +197,9 @@ def arm_name(arm: str) -> str:
     return "+".join(Path(part).stem for part in arm.split("+")) or BASELINE
 
 
-def best_settings(tuning: Path, arm: str) -> list[tuple[float, str]]:
+def best_settings(tuning: Path, name: str) -> list[tuple[float, str]]:
     """Learning rates of an arm, the best first, each with the EMA decay that scored best."""
-    rows = [row for row in csv.DictReader(tuning.open()) if row["arm"] == arm_name(arm)]
+    rows = [row for row in csv.DictReader(tuning.open()) if row["arm"] == name]
     decays: dict[float, str] = {}
     for row in sorted(rows, key=lambda row: float(row["score"])):
         decays.setdefault(float(row["lr"]), row["decay"])
@@ -213,6 +220,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, required=True)
     parser.add_argument("--only", nargs="+", metavar="ARM")
     parser.add_argument("--stage", choices=SEEDS, default="screen")
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
     if args.stage != "screen" and not args.only:
@@ -221,14 +229,17 @@ def main() -> None:
         if part and not (CONFIGS / "arms" / f"{part}.yaml").exists():
             parser.error(f"configs/arms has no {part}.yaml")
     study, out = STUDIES[args.study], args.out / args.study
+    if args.steps:
+        suffix = f" in {args.steps} steps"
+        study, out = replace(study, steps=args.steps, suffix=suffix), out / f"steps-{args.steps}"
     for arm in args.only or study.arms:
         tuning = args.csv / f"atlas-tuning-{study.tuned_in or args.study}.csv"
         if study.tuned_in is None and args.stage in ("screen", "recipe"):
             replace_rows(tuning, tune(study, arm, out, args.jobs))
-        best, second, *_ = best_settings(tuning, arm)
-        rows = train(study, arm, best, SEEDS[args.stage], out, args.jobs)
+        best, second, *_ = best_settings(tuning, arm_name(arm) + study.suffix)
+        rows = train(study, arm, best, args.stage, out, args.jobs)
         if args.stage == "confirmation" and arm_name(arm) in {BASELINE, *CONTROLS.values()}:
-            others = train(study, arm, second, SEEDS[args.stage], out, args.jobs)
+            others = train(study, arm, second, args.stage, out, args.jobs)
             rows += [row | {"arm": row["arm"] + SECOND_LR} for row in others]
         stage = "" if args.stage == "screen" else f"{args.stage}-"
         replace_rows(args.csv / f"atlas-{stage}{args.study}.csv", rows)
