@@ -77,7 +77,7 @@ def information_weight(levels: NoiseLevels) -> Tensor:
         (num_bins, PARTS) float64, in nats per dimension of x0: half of the change of the SNR over a
         part, divided by `1 + SNR`.
 
-    Source: Guo et al. 2005 (I-MMSE, arXiv cs/0412108), Eq. 2 (theorem 1); Kingma et al. 2021 (VDM,
+    Source: Guo et al. 2005 (I-MMSE, arXiv cs/0412108), Eq. 22 (theorem 2); Kingma et al. 2021 (VDM,
     arXiv 2107.00630) for the variational bound.
     """
     snr = (levels.alpha / levels.sigma) ** 2

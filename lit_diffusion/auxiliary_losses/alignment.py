@@ -24,8 +24,9 @@ class RepresentationAlignment(nn.Module):
 
     - With the teacher `PretrainedEncoder`, this is REPA. The defaults are the settings of REPA.
     - With the teacher `SelfTeacher`, this is SRA. Set `distance="smooth_l1"` and
-      `hidden=(2 * width,)`. The code of the authors uses the weight 0.2 with SiT, and 0.04 with
-      DiT, so that the term has about the same magnitude as the training loss.
+      `hidden=(2 * width,)`, as in the paper. The code of the authors for the paper uses the weight
+      0.2 with SiT, and 0.04 with DiT, so that the term has about the same magnitude as the training
+      loss. Their later code for SiT uses the cosine distance with the weight 0.5.
     - With `until_step`, the term is switched off after a number of steps, as in HASTE. HASTE also
       aligns attention maps, which this class does not.
 

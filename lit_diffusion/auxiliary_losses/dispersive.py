@@ -18,14 +18,14 @@ class Dispersive:
     lowest if the features of different images are far apart.
 
     The division by D makes the temperature independent of the size of the block. With the default
-    temperature of 1, the loss equals the loss in the authors' code, which divides by D and has no
-    temperature. The paper uses a temperature of 0.5 and does not divide by D. The loss is computed
-    in float32, also under autocast.
+    temperature of 1, the loss equals the loss in the authors' PyTorch code, which divides by D and
+    has no temperature. This code uses the last block and a weight of 0.25. The paper uses a block
+    at a quarter of the depth, a weight of 0.5 and a temperature of 0.5, and does not divide by D.
+    The loss is computed in float32, also under autocast.
 
     Args:
-        block: name of the block in the network, such as "blocks.3". The authors use a block at a
-            quarter of the depth.
-        weight: factor on the loss. The authors use 0.5.
+        block: name of the block in the network, such as "blocks.3".
+        weight: factor on the loss.
         temperature: scale of `||z_i - z_j||**2 / D`. Pairs for which this distance is much larger
             than the temperature contribute almost nothing to the loss.
 

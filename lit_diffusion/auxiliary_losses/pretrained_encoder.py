@@ -49,8 +49,8 @@ class PretrainedEncoder(nn.Module):
         FileNotFoundError: in the first training step, if a file is missing.
         ModuleNotFoundError: in the first training step, if transformers is not installed.
 
-    Source: Yu et al. 2024 (REPA, arXiv 2410.06940), section 3. The paper does not state how the
-        images are interpolated.
+    Source: Yu et al. 2024 (REPA, arXiv 2410.06940), section 3. The authors' code
+        interpolates the images bicubically without antialiasing.
 
     Example:
         >>> teacher = PretrainedEncoder("data/dinov2-base")

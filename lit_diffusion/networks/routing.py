@@ -26,9 +26,10 @@ class TokenRouting:
     Args:
         fraction: share of an image's patch tokens that is routed, in [0, 1). The number of routed
             tokens is rounded, and must be less than the number of patches. The authors use 0.5.
-        start: index of the first block that routed tokens skip. The authors use about 2.
+        start: index of the first block that routed tokens skip. In the authors' code it is 2,
+            with 12 blocks.
         end: index of the first block that gets all tokens again, less than the depth of the
-            network. The authors use about the depth minus 4.
+            network. In the authors' code it is 9, with 12 blocks.
 
     Raises:
         ValueError: if fraction, start or end is out of range.

@@ -55,7 +55,7 @@ class DPMSolverPP:
         ValueError: if the order is not 1, 2 or 3, if eta is negative or infinite, or if steps < 1.
 
     Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 2 and section 4. Order 3
-    follows the authors' code.
+    follows the authors' code, and the formula with `eta` follows k-diffusion (sample_dpmpp_2m_sde).
 
     Example:
         >>> DPMSolverPP(steps=20, order=2)
