@@ -6,8 +6,9 @@
 2. Speed-ups over the control, to the lowest distance that every seed of the control reaches, or
    "to" the lowest distance that every seed of both arms reaches. Recall and memorized samples at
    the end: means over seeds of the arm, and in brackets of its control.
-3. Settings with the best scores of atlas-tuning-STUDY.csv, which is in the same folder.
-4. CPU times of a training step, of atlas-steps-STUDY.csv.
+3. The speed-up by FID beside the speed-up that a paper reports, and a verdict.
+4. Settings with the best scores of atlas-tuning-STUDY.csv, which is in the same folder.
+5. CPU times of a training step, of atlas-steps-STUDY.csv.
 
 With names of arms, the first table has only these arms, and a p-value for each. It is the largest
 one of the tests of its score against its control and against the baseline, with both of their
@@ -24,10 +25,10 @@ from statistics import fmean
 
 from arms_table import print_table, ratio
 
-from lit_diffusion.lab.compare.comparison import by_metric, compare
+from lit_diffusion.lab.compare.comparison import Comparison, by_metric, compare
 from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
 from lit_diffusion.lab.compare.speedrun import TARGETS
-from lit_diffusion.lab.compare.statistics import TTest, holm, welch
+from lit_diffusion.lab.compare.statistics import Speedup, TTest, holm, welch
 from lit_diffusion.lab.compare.sweep import BASELINE
 from lit_diffusion.lab.compare.tables import format_fid, format_p, format_speedup
 
@@ -40,6 +41,26 @@ CONTROLS = {
     "dit+sra": "dit",
 }
 """Arm -> its control, where it is not the baseline."""
+
+REPORTED = {
+    ("mdlrc", BASELINE): 2.0,  # together with clts
+    ("clts", BASELINE): 2.0,  # together with mdlrc
+    (BASELINE, "simple"): 3.4,  # Min-SNR
+    ("p2", "simple"): None,
+    ("x0", BASELINE): None,
+    ("muon", BASELINE): 1.35,
+    ("optimal-transport", BASELINE): None,
+    ("immiscible", BASELINE): 3.0,
+    ("simple+info-noise", "simple"): 1.4,
+    ("adaptive-timesteps", BASELINE): None,
+    ("contrastive", BASELINE): 9.0,
+    ("dispersive", BASELINE): None,
+    ("fdm", "linear"): 2.0,
+    ("dit-tread", "dit"): 14.0,
+    ("dit+sra", "dit"): 3.0,
+    ("magnitude-preserving", BASELINE): None,
+}
+"""(arm, arm that it is compared with) -> speed-up of training that a paper reports, if any."""
 
 SECOND_LR = " at its second lr"
 """End of the name of a control that was trained with its second best learning rate."""
@@ -78,14 +99,31 @@ def largest_p(tests: Sequence[TTest | None]) -> float | None:
     return max(each.p for each in results) if len(results) == len(tests) else None
 
 
-def faster(arm: Arm, control: Arm, metric: str) -> str:
+def compared(arm: Arm, control: Arm, metric: str) -> Comparison | None:
+    """Speed-up of an arm over its control; None if a run diverged."""
     arms = [arm, control] if metric == "fid" else by_metric([arm, control], metric)
     if len(arms) < 2 or math.isinf(control.reached_by_all):
+        return None
+    return compare(arms, control.name)
+
+
+def faster(arm: Arm, control: Arm, metric: str) -> str:
+    if (comparison := compared(arm, control, metric)) is None:
         return "diverged"
-    comparison = compare(arms, control.name)
     (result,) = comparison.results
     end = f" to {format_fid(result.at)}" if result.at != comparison.target else ""
     return format_speedup(result.speedup) + end
+
+
+def verdict(speedup: Speedup, reported: float | None) -> str:
+    """What the 95% interval of a speed-up says about the speed-up that a paper reports."""
+    if speedup.low is None or speedup.high is None:
+        return "not shown"
+    if speedup.high < 1:
+        return "slower"
+    if speedup.low > 1:
+        return "faster" if reported is None else "holds" if reported <= speedup.high else "smaller"
+    return "does not hold" if reported and speedup.high < reported else "not shown"
 
 
 def both_means(arm: Arm, control: Arm, metric: str) -> str:
@@ -127,6 +165,18 @@ def speed_table(arms: Mapping[str, Arm], names: Sequence[str]) -> None:
     print_table(["arm", "control", *heads], rows)
 
 
+def claims_table(arms: Mapping[str, Arm]) -> None:
+    rows = []
+    for (name, other), reported in REPORTED.items():
+        if {name, other} <= arms.keys():
+            comparison = compared(arms[name], arms[other], "fid")
+            result = verdict(comparison.results[0].speedup, reported) if comparison else "diverged"
+            speedup = faster(arms[name], arms[other], "fid")
+            rows.append([name, other, f"{reported:g}x" if reported else "-", speedup, result])
+    heads = ["arm", "compared with", "reported", "measured by FID, in steps", "verdict"]
+    print_table(heads, rows)
+
+
 def tuning_table(file: Path) -> None:
     best: dict[str, dict[str, str]] = {}
     for row in sorted(csv.DictReader(file.open()), key=lambda row: float(row["score"])):
@@ -157,6 +207,8 @@ if __name__ == "__main__":
     end_table(arms, names, only)
     print()
     speed_table(arms, names)
+    print()
+    claims_table(arms)
     for stage, print_stage in {"tuning": tuning_table, "steps": steps_table}.items():
         if (other := file.with_stem(file.stem.replace("atlas", f"atlas-{stage}"))).exists():
             print()
