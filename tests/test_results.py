@@ -17,6 +17,7 @@ from lit_diffusion.lab.compare.curves import read_arms
 from lit_diffusion.lab.compare.report import build_report, markdown
 from lit_diffusion.lab.compare.run_folders import collect_runs, select
 from lit_diffusion.lab.compare.run_tables import arms_of
+from lit_diffusion.lab.compare.statistics import Speedup
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -214,3 +215,23 @@ def test_a_diverged_run_of_the_atlas_is_not_tested(atlas_table):
     ]
     row = atlas_table(rows)["x0"]
     assert row[2:] == ["not tested"] * 6
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "reported", "verdict"),
+    [
+        (1.1, 1.5, 1.4, "holds"),
+        (1.1, 1.5, 1.05, "holds"),
+        (1.1, 1.3, 1.4, "smaller"),
+        (1.1, 1.3, None, "faster"),
+        (0.9, 1.3, 1.4, "does not hold"),
+        (0.9, 1.5, 1.4, "not shown"),
+        (0.9, 1.5, None, "not shown"),
+        (0.7, 0.9, 1.4, "slower"),
+        (None, None, 1.4, "not shown"),
+    ],
+)
+def test_verdicts_of_the_atlas(low, high, reported, verdict, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")  # as for a script
+    script = runpy.run_path(str(ROOT / "tests/benchmarks/atlas_table.py"))
+    assert script["verdict"](Speedup(1.0, low, high, None), reported) == verdict
