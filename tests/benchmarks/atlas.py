@@ -12,7 +12,7 @@ as muon+x0, are trained together.
 
 * confirmation: ten seeds, for arms that were tuned before. The baseline and the controls are also
   trained with their second best learning rate. Add the baseline ("") and the controls to --only.
-* recipe: the tuning seed and two more, for joined arms. They are tuned like single arms.
+* recipe: ten seeds, for joined arms. They are tuned like single arms.
 * test: ten seeds that are used for nothing else, for the recipe and the baseline.
 
 --steps trains for another number of steps, which becomes a part of the arm's name.
@@ -47,11 +47,12 @@ TUNING_SEED = 10
 SEEDS = {
     "screen": (0, 1, 2),
     "confirmation": tuple(range(40, 50)),
-    "recipe": (TUNING_SEED, 11, 12),
-    "test": tuple(range(30, 40)),
+    "recipe": tuple(range(11, 21)),
+    "test": tuple(range(50, 60)),
 }
 LRS = (1e-3, 2e-3, 4e-3)
-EVALUATE_EVERY = {"screen": 100, "confirmation": 100, "recipe": 50, "test": 50}
+EVALUATIONS = 5
+"""Number of evaluations of a run."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def train(
     lr, decay = settings
     options = {
         "model__optimizer__lr": lr,
-        "trainer__val_check_interval": EVALUATE_EVERY[stage],
+        "trainer__val_check_interval": study.steps // EVALUATIONS,
         "trainer__callbacks__EMA__decays": f"[{decay}]",
     }
     folder = out / f"lr-{lr:g}-ema-{decay}"

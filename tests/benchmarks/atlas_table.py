@@ -1,23 +1,26 @@
 """Tables of docs/results/atlas.md: atlas_table.py docs/results/atlas-STUDY.csv [ARM ...]
 
 1. Scores and distances at the end of training, divided by those of the baseline, and the score
-   divided by that of the control: geometric means over seeds, with 95% intervals (Welch's t test on
-   logarithms).
+   divided by that of the control: geometric means over seeds, with 95% intervals (paired t test on
+   logarithms, because runs with the same seed share initial weights, data order and noise).
 2. Speed-ups over the control, to the lowest distance that every seed of the control reaches, or
    "to" the lowest distance that every seed of both arms reaches. Recall and memorized samples at
    the end: means over seeds of the arm, and in brackets of its control.
-3. The speed-up by FID beside the speed-up that a paper reports, and a verdict.
-4. Settings with the best scores of atlas-tuning-STUDY.csv, which is in the same folder.
-5. CPU times of a training step, of atlas-steps-STUDY.csv.
+3. Distances at the end of runs of the baseline with other numbers of steps.
+4. FIDs at the end beside the speed-ups that papers report, and verdicts.
+5. Settings with the best scores of atlas-tuning-STUDY.csv, which is in the same folder.
+6. CPU times of a training step, of atlas-steps-STUDY.csv.
 
-With names of arms, the first table has only these arms, and a p-value for each. It is the largest
-one of the tests of its score against its control and against the baseline, with both of their
-learning rates, and is corrected with Holm's method for these arms. An arm that cannot be tested
-counts as p = 1, and so does an arm whose score is not the lower one in each test.
+With names of arms, the first table has only these arms. Two columns follow. The first one is a
+p-value: the largest one of the tests of the score against the control and the baseline, with both
+of their learning rates, corrected with Holm's method for these arms. An arm that cannot be tested
+counts as p = 1, and so does an arm whose score is not the lower one in each test. The second column
+is the largest upper end of the intervals of the four distances.
 """
 
 import csv
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +31,7 @@ from arms_table import print_table, ratio
 from lit_diffusion.lab.compare.comparison import Comparison, by_metric, compare
 from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
 from lit_diffusion.lab.compare.speedrun import TARGETS
-from lit_diffusion.lab.compare.statistics import Speedup, TTest, holm, welch
+from lit_diffusion.lab.compare.statistics import TTest, holm, paired, shared_seeds
 from lit_diffusion.lab.compare.sweep import BASELINE
 from lit_diffusion.lab.compare.tables import format_fid, format_p, format_speedup
 
@@ -42,25 +45,27 @@ CONTROLS = {
 }
 """Arm -> its control, where it is not the baseline."""
 
-REPORTED = {
-    ("mdlrc", BASELINE): 2.0,  # together with clts
-    ("clts", BASELINE): 2.0,  # together with mdlrc
-    (BASELINE, "simple"): 3.4,  # Min-SNR
-    ("p2", "simple"): None,
-    ("x0", BASELINE): None,
-    ("muon", BASELINE): 1.35,
-    ("optimal-transport", BASELINE): None,
-    ("immiscible", BASELINE): 3.0,
-    ("simple+info-noise", "simple"): 1.4,
-    ("adaptive-timesteps", BASELINE): None,
-    ("contrastive", BASELINE): 9.0,
-    ("dispersive", BASELINE): None,
-    ("fdm", "linear"): 2.0,
-    ("dit-tread", "dit"): 14.0,
-    ("dit+sra", "dit"): 3.0,
-    ("magnitude-preserving", BASELINE): None,
+REPORTED: dict[str, float | None] = {
+    "x0": None,
+    "muon": 1.35,
+    "p2": None,
+    "optimal-transport": None,
+    "immiscible": 3.0,
+    "simple+info-noise": 1.4,
+    "adaptive-timesteps": None,
+    "contrastive": 9.0,
+    "dispersive": None,
+    "fdm": 2.0,
+    "dit-tread": 14.0,
+    "dit+sra": 3.0,
+    "magnitude-preserving": None,
+    "mdlrc": None,  # 2x together with clts
+    "clts": None,
 }
-"""(arm, arm that it is compared with) -> speed-up of training that a paper reports, if any."""
+"""Arm -> speed-up of training that the abstract of its paper reports, if any."""
+
+USUAL_STEPS = 500
+"""Optimizer steps of a run of `textbook`, of which the study has runs of other lengths."""
 
 SECOND_LR = " at its second lr"
 """End of the name of a control that was trained with its second best learning rate."""
@@ -88,9 +93,9 @@ def log_score(names: Sequence[str]) -> Measure:
 
 
 def test(arm: Arm, other: Arm, measure: Measure) -> TTest | None:
-    """Welch's test; None if a run diverged, or if an arm has fewer than two seeds."""
-    logs = [[measure(curve) for curve in each.curves] for each in (arm, other)]
-    return welch(*logs) if all(math.isfinite(log) for each in logs for log in each) else None
+    """Paired test; None if a run diverged, or if the arms share fewer than two seeds."""
+    pairs = shared_seeds(arm, other)
+    return paired(*([measure(pair[i]) for pair in pairs] for i in (0, 1)))
 
 
 def largest_p(tests: Sequence[TTest | None]) -> float | None:
@@ -115,17 +120,6 @@ def faster(arm: Arm, control: Arm, metric: str) -> str:
     return format_speedup(result.speedup) + end
 
 
-def verdict(speedup: Speedup, reported: float | None) -> str:
-    """What the 95% interval of a speed-up says about the speed-up that a paper reports."""
-    if speedup.low is None or speedup.high is None:
-        return "not shown"
-    if speedup.high < 1:
-        return "slower"
-    if speedup.low > 1:
-        return "faster" if reported is None else "holds" if reported <= speedup.high else "smaller"
-    return "does not hold" if reported and speedup.high < reported else "not shown"
-
-
 def both_means(arm: Arm, control: Arm, metric: str) -> str:
     means = [fmean(map(at_end(metric), each.curves)) for each in (arm, control)]
     return "{:.2f} ({:.2f})".format(*means)
@@ -133,23 +127,26 @@ def both_means(arm: Arm, control: Arm, metric: str) -> str:
 
 def end_table(arms: Mapping[str, Arm], names: Sequence[str], only: Sequence[str]) -> None:
     baseline, score = arms[BASELINE], log_score(names)
-    rows, ps = [], []
+    rows, ps, highest = [], [], []
     has_control = [
         name for name in arms if name != BASELINE and CONTROLS.get(name, BASELINE) in arms
     ]
     for name in only or has_control:
         arm, control = arms[name], arms[CONTROLS.get(name, BASELINE)]
         tests = [test(arm, control, score), test(arm, baseline, score)]
-        seconds = [arms.get(each.name + SECOND_LR) for each in (control, baseline)]
-        ps.append(largest_p([*tests, *(test(arm, each, score) for each in seconds if each)]))
-        tests += [test(arm, baseline, log_distance(each)) for each in names]
-        cells = [ratio(each) if each else "not tested" for each in tests]
+        if only:
+            seconds = [arms[each.name + SECOND_LR] for each in (control, baseline)]
+            ps.append(largest_p([*tests, *(test(arm, each, score) for each in seconds)]))
+        distances = [test(arm, baseline, log_distance(each)) for each in names]
+        highest.append(max(math.exp(each.high) if each else math.inf for each in distances))
+        cells = [ratio(each) if each else "not tested" for each in [*tests, *distances]]
         rows.append([name, control.name, *cells])
     heads = ["arm", "control", "score / control's", "score"]
     heads += [name.replace("fid", "FID") for name in names]
     if only:
-        heads.append("p")
-        rows = [[*row, format_p(p)] for row, p in zip(rows, holm(ps), strict=True)]
+        heads += ["p", "largest upper end"]
+        ends = [f"{high:.2f}" for high in highest]
+        rows = [[*row, format_p(p), end] for row, p, end in zip(rows, holm(ps), ends, strict=True)]
     print_table(heads, rows)
 
 
@@ -165,16 +162,63 @@ def speed_table(arms: Mapping[str, Arm], names: Sequence[str]) -> None:
     print_table(["arm", "control", *heads], rows)
 
 
-def claims_table(arms: Mapping[str, Arm]) -> None:
+def mean_distance(arm: Arm, name: str) -> float:
+    """Mean of the logarithm of a distance at the end."""
+    return fmean(map(log_distance(name), arm.curves))
+
+
+def lengths_table(lengths: Mapping[int, Arm], names: Sequence[str]) -> None:
+    rows = [
+        [str(steps), *(f"{math.exp(mean_distance(arm, name)):.3f}" for name in names)]
+        for steps, arm in lengths.items()
+    ]
+    print_table(["steps of the run", *(name.replace("fid", "FID") for name in names)], rows)
+
+
+def equal_length(lengths: Mapping[int, Arm], log_ratio: float) -> float:
+    """Length of a run of the baseline that changes its FID by a factor, in units of the usual run.
+
+    log FID is interpolated and extrapolated linearly in the logarithm of the number of steps.
+    """
+    steps = sorted(lengths)
+    logs = [mean_distance(lengths[each], "fid") for each in steps]
+    usual = next(log for log, each in zip(logs, steps, strict=True) if each == USUAL_STEPS)
+    target = usual + log_ratio
+    i = next((i for i in range(1, len(logs) - 1) if target > logs[i]), len(logs) - 1)
+    slope = math.log(steps[i] / steps[i - 1]) / (logs[i] - logs[i - 1])
+    return steps[i] * math.exp(slope * (target - logs[i])) / USUAL_STEPS
+
+
+def verdict(p: float | None, low: float, high: float, reported: float | None) -> str:
+    """What a test and an interval of the speed-up say about the speed-up that a paper reports."""
+    is_significant = p is not None and p < 0.05
+    if is_significant and high < 1:
+        return "slower"
+    if is_significant and low > 1:
+        return "faster" if reported is None else "holds" if reported <= high else "smaller"
+    return "excluded" if reported and high < reported else "open"
+
+
+def claims_table(
+    arms: Mapping[str, Arm], lengths: Mapping[int, Arm], steps: Mapping[str, float]
+) -> None:
+    names = [name for name in REPORTED if {name, CONTROLS.get(name, BASELINE)} <= arms.keys()]
+    controls = [CONTROLS.get(name, BASELINE) for name in names]
+    pairs = zip(names, controls, strict=True)
+    tests = [test(arms[name], arms[control], log_distance("fid")) for name, control in pairs]
+    ps = holm([each.p if each else None for each in tests])
     rows = []
-    for (name, other), reported in REPORTED.items():
-        if {name, other} <= arms.keys():
-            comparison = compared(arms[name], arms[other], "fid")
-            result = verdict(comparison.results[0].speedup, reported) if comparison else "diverged"
-            speedup = faster(arms[name], arms[other], "fid")
-            rows.append([name, other, f"{reported:g}x" if reported else "-", speedup, result])
-    heads = ["arm", "compared with", "reported", "measured by FID, in steps", "verdict"]
-    print_table(heads, rows)
+    for name, control, result, p in zip(names, controls, tests, ps, strict=True):
+        if result is None:
+            continue
+        reported = REPORTED[name]
+        logs = (result.difference, result.high, result.low)
+        middle, low, high = (equal_length(lengths, each) for each in logs)
+        cells = [f"{reported:g}x" if reported else "-", ratio(result), format_p(p)]
+        cells += [f"{middle:.2f}x [{low:.2f}, {high:.2f}]", f"{middle / steps[name]:.2f}x"]
+        rows.append([name, control, *cells, verdict(p, low, high, reported)])
+    heads = ["arm", "control", "reported", "FID / control's", "p", "speed-up in steps", "in time"]
+    print_table([*heads, "verdict"], rows)
 
 
 def tuning_table(file: Path) -> None:
@@ -196,20 +240,36 @@ def steps_table(file: Path) -> None:
     print_table(["arm", "step time / control's", "step time / baseline's"], rows)
 
 
-if __name__ == "__main__":
-    file, only = Path(sys.argv[1]), sys.argv[2:]
-    arms = {arm.name: arm for arm in read_arms([str(file)])}
+def main(file: Path, only: Sequence[str]) -> None:
+    all_arms = {arm.name: arm for arm in read_arms([str(file)])}
+    arms = {name: arm for name, arm in all_arms.items() if not name.endswith(" steps")}
     curves = [curve for arm in arms.values() for curve in arm.curves]
     names = [n for n in TARGETS if any(math.isfinite(at_end(n)(curve)) for curve in curves)]
     needed = {BASELINE, *only, *(CONTROLS.get(name, BASELINE) for name in only)}
-    if missing := needed - arms.keys():
+    needed |= {name + SECOND_LR for name in needed - {*only}}
+    if only and (missing := needed - arms.keys()):
         sys.exit(f"{file} has no rows of {', '.join(sorted(missing))}.")
     end_table(arms, names, only)
     print()
     speed_table(arms, names)
-    print()
-    claims_table(arms)
-    for stage, print_stage in {"tuning": tuning_table, "steps": steps_table}.items():
-        if (other := file.with_stem(file.stem.replace("atlas", f"atlas-{stage}"))).exists():
+    of_length = re.compile(f"{BASELINE} in (\\d+) steps")
+    lengths = {int(m[1]): arm for name, arm in all_arms.items() if (m := of_length.fullmatch(name))}
+    tuning, steps = (
+        file.with_stem(file.stem.replace("atlas", f"atlas-{stage}"))
+        for stage in ("tuning", "steps")
+    )
+    if lengths:
+        lengths = dict(sorted({**lengths, USUAL_STEPS: arms[BASELINE]}.items()))
+        print()
+        lengths_table(lengths, names)
+        rows = csv.DictReader(steps.open())
+        print()
+        claims_table(arms, lengths, {row["arm"]: float(row["ratio to control"]) for row in rows})
+    for table, path in ((tuning_table, tuning), (steps_table, steps)):
+        if path.exists():
             print()
-            print_stage(other)
+            table(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
