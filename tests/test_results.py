@@ -3,6 +3,7 @@
 A figure of a page is a number with what belongs to it: 1.42x [1.32, 1.53], 0.238 +- 0.023, 1,365.
 """
 
+import math
 import re
 import runpy
 import subprocess
@@ -13,11 +14,10 @@ import pytest
 from support.experiments import fids, write_arm, write_run
 
 from lit_diffusion.lab.compare.command import parser
-from lit_diffusion.lab.compare.curves import read_arms
+from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
 from lit_diffusion.lab.compare.report import build_report, markdown
 from lit_diffusion.lab.compare.run_folders import collect_runs, select
 from lit_diffusion.lab.compare.run_tables import arms_of
-from lit_diffusion.lab.compare.statistics import Speedup
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -26,7 +26,7 @@ WORDS = ("what it is", "what differs", "what was tried", "reported", "where")
 INTERVAL = re.compile(r"[\d.,]+x? \[[\d. ,-]+\]")
 FIGURE = re.compile(r"[\d.,]+x? \[[^]]+\]|[\d.]+ \+- [\d.]+|\d+(?:[.,]\d+)*")
 
-ALIKE = {"digits-ablation": 65, "fast": 19, "atlas": 106}
+ALIKE = {"digits-ablation": 65, "fast": 19, "atlas": 90}
 """Rows that stand as printed; other pages name the commit whose script prints their tables."""
 
 
@@ -186,7 +186,8 @@ def atlas_table(tmp_path, monkeypatch, capsys):
 
 def test_the_atlas_divides_scores_by_the_control_and_by_the_baseline(atlas_table):
     rows = [*distances("baseline", 1.0), *distances("simple", 2.0)]
-    row = atlas_table([*rows, *distances("simple+info-noise", 1.2)])["simple+info-noise"]
+    arm = distances("simple+info-noise", 1.2, (1.0, 1.1, 0.9))
+    row = atlas_table([*rows, *arm])["simple+info-noise"]
     assert row[1] == "simple"
     assert [cell.split(" ")[0] for cell in row[2:]] == [
         "0.60",
@@ -199,11 +200,19 @@ def test_the_atlas_divides_scores_by_the_control_and_by_the_baseline(atlas_table
 
 
 def test_the_atlas_confirms_an_arm_that_beats_both_learning_rates_of_its_control(atlas_table):
-    rows = [*distances("baseline", 1.0), *distances("muon", 0.7), *distances("x0", 0.6)]
-    alone, both = atlas_table(rows, "x0"), atlas_table(rows, "muon", "x0")
-    assert float(alone["x0"][-1]) < float(both["x0"][-1]) < 0.05  # Holm's correction
-    second = distances("baseline at its second lr", 0.65)
-    assert atlas_table([*rows, *second], "muon")["muon"][-1] == "-"
+    worse, better = (1.2, 1.3, 1.5), (0.5, 0.6, 0.8)  # not proportional, or paired tests have p = 0
+    rows = [*distances("baseline", 1.0), *distances("baseline at its second lr", 1.0, worse)]
+    arms = [*distances("muon", 0.7), *distances("x0", 0.5, (0.9, 1.0, 1.2))]
+    alone, both = (atlas_table([*rows, *arms], *names) for names in (["x0"], ["muon", "x0"]))
+    assert float(alone["x0"][-2]) < float(both["x0"][-2])  # Holm's correction
+    assert float(alone["x0"][-1]) < 1
+    rows = [*distances("baseline", 1.0), *distances("baseline at its second lr", 1.0, better)]
+    assert atlas_table([*rows, *arms], "muon")["muon"][-2] == "-"
+
+
+def test_the_atlas_needs_both_learning_rates_for_a_confirmation(atlas_table):
+    with pytest.raises(SystemExit, match="no rows of baseline at its second lr"):
+        atlas_table([*distances("baseline", 1.0), *distances("x0", 0.6)], "x0")
 
 
 def test_a_diverged_run_of_the_atlas_is_not_tested(atlas_table):
@@ -217,21 +226,35 @@ def test_a_diverged_run_of_the_atlas_is_not_tested(atlas_table):
     assert row[2:] == ["not tested"] * 6
 
 
+@pytest.fixture
+def atlas_functions(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")  # as for a script
+    return runpy.run_path(str(ROOT / "tests/benchmarks/atlas_table.py"))
+
+
 @pytest.mark.parametrize(
-    ("low", "high", "reported", "verdict"),
+    ("p", "low", "high", "reported", "verdict"),
     [
-        (1.1, 1.5, 1.4, "holds"),
-        (1.1, 1.5, 1.05, "holds"),
-        (1.1, 1.3, 1.4, "smaller"),
-        (1.1, 1.3, None, "faster"),
-        (0.9, 1.3, 1.4, "does not hold"),
-        (0.9, 1.5, 1.4, "not shown"),
-        (0.9, 1.5, None, "not shown"),
-        (0.7, 0.9, 1.4, "slower"),
-        (None, None, 1.4, "not shown"),
+        (0.04, 1.1, 1.5, 1.4, "holds"),
+        (0.04, 1.1, 1.3, 1.4, "smaller"),
+        (0.04, 1.1, 1.3, None, "faster"),
+        (0.06, 1.1, 1.5, 1.4, "open"),
+        (0.06, 0.9, 1.3, 1.4, "excluded"),
+        (0.06, 0.9, 1.3, None, "open"),
+        (0.04, 0.7, 0.9, 1.4, "slower"),
+        (None, 0.7, 0.9, 1.4, "excluded"),
     ],
 )
-def test_verdicts_of_the_atlas(low, high, reported, verdict, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")  # as for a script
-    script = runpy.run_path(str(ROOT / "tests/benchmarks/atlas_table.py"))
-    assert script["verdict"](Speedup(1.0, low, high, None), reported) == verdict
+def test_verdicts_of_the_atlas(atlas_functions, p, low, high, reported, verdict):
+    assert atlas_functions["verdict"](p, low, high, reported) == verdict
+
+
+def test_an_arm_as_good_as_a_longer_run_of_the_baseline_has_its_speedup(atlas_functions):
+    fid_of = {250: 0.8, 500: 0.5, 1000: 0.25, 2000: 0.1}
+    curves = {steps: Curve("0", (steps,), (fid,)) for steps, fid in fid_of.items()}
+    lengths = {steps: Arm("baseline", (curve,)) for steps, curve in curves.items()}
+    for steps, fid in fid_of.items():
+        speedup = atlas_functions["equal_length"](lengths, math.log(fid / 0.5))
+        assert speedup == pytest.approx(steps / 500)
+    between = math.log(math.sqrt(0.25 * 0.5) / 0.5)  # halfway from 500 to 1000 steps
+    assert atlas_functions["equal_length"](lengths, between) == pytest.approx(math.sqrt(2))
