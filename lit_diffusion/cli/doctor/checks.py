@@ -78,6 +78,16 @@ def check_ranks(run: ExaminedRun) -> Iterator[Finding]:
         yield ok("ranks", f"{tasks} task(s) of SLURM")
 
 
+def check_threads(run: ExaminedRun) -> Iterator[Finding]:
+    """Check that no other processes use the cores on which the threads of torch run."""
+    is_cpu, threads = run.trainer.strategy.root_device.type == "cpu", torch.get_num_threads()
+    (load, *_), cores = os.getloadavg(), usable_cores()
+    if is_cpu and threads > 1 and load + threads > cores + 1:
+        text = f"other processes have used {load:.1f} of {cores} cores in the last minute. The "
+        text += f"{threads} threads of torch wait for each other, so a step can take 20 times as "
+        yield note("threads", f"{text}long; set OMP_NUM_THREADS=1, or stop the others.")
+
+
 def check_length(run: ExaminedRun) -> Iterator[Finding]:
     """Check that the run ends, and report after how many steps."""
     steps, trainer = run.num_steps, run.trainer
@@ -245,7 +255,7 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[ExaminedRun], Iterator[Finding]], ...]
-CHECKS = (check_ranks, check_length, check_intervals, check_lr, check_ema)
+CHECKS = (check_ranks, check_threads, check_length, check_intervals, check_lr, check_ema)
 CHECKS += (check_terminal_snr, check_label_dropout, check_time, check_disk)
 
 

@@ -1,6 +1,7 @@
 """Each check, on a run that it must object to and on one that it must not."""
 
 import copy
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,6 +230,18 @@ def test_ranks_share_an_epoch_and_ask_for_cores():
     assert (run.ranks, run.steps_per_epoch) == (64, 1437 // 64 // 5)
     (finding,) = checks.check_ranks(run)
     require(finding, Level.WARNING, "64 processes")
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "found"), [(0.3, 4, 0), (1.2, 4, 1), (3.1, 2, 1), (2.9, 2, 0), (9.0, 1, 0)]
+)
+def test_threads_need_cores_that_no_other_process_uses(run, load, threads, found, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(checks, "usable_cores", lambda: 4)
+    results = list(checks.check_threads(run))
+    assert [result.level for result in results] == [Level.NOTE] * found
+    assert all(f"{load} of 4 cores" in result.text for result in results)
 
 
 # Single checks
