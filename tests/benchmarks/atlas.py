@@ -17,8 +17,9 @@ as muon+x0, are trained together.
 
 --steps trains for another number of steps, which becomes a part of the arm's name.
 
-The study on MNIST uses what was tuned on the digits. It reads data/ and mnist-cnn.safetensors in
-the current folder, which configs/mnist.yaml describes.
+The studies on MNIST and CIFAR-10 use what was tuned on the digits. They read data/ and
+mnist-cnn.safetensors or cifar10-cnn.safetensors in the current folder, which configs/mnist.yaml and
+configs/arms/patches-small/cifar10.yaml describe.
 """
 
 import argparse
@@ -107,6 +108,12 @@ STUDIES = {
         ("digits-ablation", "arms/digits/balanced"), without(*OF_TEXTBOOK), 600
     ),
     "mnist": Study(("mnist", "arms/digits/textbook"), without(*OF_DIGITS), 500, "digits-textbook"),
+    "cifar10": Study(
+        ("patches-small", "arms/patches-small/cifar10", "arms/digits/textbook"),
+        without(*OF_DIGITS),
+        500,
+        "digits-textbook",
+    ),
 }
 
 
