@@ -7,7 +7,8 @@
    "to" the lowest distance that every seed of both arms reaches. Recall and memorized samples at
    the end: means over seeds of the arm, and in brackets of its control.
 3. Distances at the end of runs of the baseline with other numbers of steps.
-4. FIDs at the end beside the speed-ups that papers report, and verdicts.
+4. FIDs at the end beside the speed-ups that papers report, and verdicts. Arms in
+   atlas-confirmation-STUDY.csv have the seeds of that file.
 5. Settings with the best scores of atlas-tuning-STUDY.csv, which is in the same folder.
 6. CPU times of a training step, of atlas-steps-STUDY.csv.
 
@@ -200,25 +201,24 @@ def verdict(p: float | None, low: float, high: float, reported: float | None) ->
 
 
 def claims_table(
-    arms: Mapping[str, Arm], lengths: Mapping[int, Arm], steps: Mapping[str, float]
+    pairs: Sequence[tuple[Arm, Arm]], lengths: Mapping[int, Arm], steps: Mapping[str, float]
 ) -> None:
-    names = [name for name in REPORTED if {name, CONTROLS.get(name, BASELINE)} <= arms.keys()]
-    controls = [CONTROLS.get(name, BASELINE) for name in names]
-    pairs = zip(names, controls, strict=True)
-    tests = [test(arms[name], arms[control], log_distance("fid")) for name, control in pairs]
+    """Table of (arm, control); `steps` has the ratios of the times of a step."""
+    tests = [test(arm, control, log_distance("fid")) for arm, control in pairs]
     ps = holm([each.p if each else None for each in tests])
     rows = []
-    for name, control, result, p in zip(names, controls, tests, ps, strict=True):
+    for (arm, control), result, p in zip(pairs, tests, ps, strict=True):
         if result is None:
             continue
-        reported = REPORTED[name]
+        reported = REPORTED[arm.name]
         logs = (result.difference, result.high, result.low)
         middle, low, high = (equal_length(lengths, each) for each in logs)
-        cells = [f"{reported:g}x" if reported else "-", ratio(result), format_p(p)]
-        cells += [f"{middle:.2f}x [{low:.2f}, {high:.2f}]", f"{middle / steps[name]:.2f}x"]
-        rows.append([name, control, *cells, verdict(p, low, high, reported)])
-    heads = ["arm", "control", "reported", "FID / control's", "p", "speed-up in steps", "in time"]
-    print_table([*heads, "verdict"], rows)
+        cells = [str(len(arm.curves)), f"{reported:g}x" if reported else "-", ratio(result)]
+        cells += [format_p(p), f"{middle:.2f}x [{low:.2f}, {high:.2f}]"]
+        cells += [f"{middle / steps[arm.name]:.2f}x", verdict(p, low, high, reported)]
+        rows.append([arm.name, control.name, *cells])
+    heads = ["arm", "control", "seeds", "reported", "FID / control's", "p", "speed-up in steps"]
+    print_table([*heads, "in time", "verdict"], rows)
 
 
 def tuning_table(file: Path) -> None:
@@ -254,17 +254,20 @@ def main(file: Path, only: Sequence[str]) -> None:
     speed_table(arms, names)
     of_length = re.compile(f"{BASELINE} in (\\d+) steps")
     lengths = {int(m[1]): arm for name, arm in all_arms.items() if (m := of_length.fullmatch(name))}
-    tuning, steps = (
+    tuning, steps, confirmation = (
         file.with_stem(file.stem.replace("atlas", f"atlas-{stage}"))
-        for stage in ("tuning", "steps")
+        for stage in ("tuning", "steps", "confirmation")
     )
     if lengths:
         lengths = dict(sorted({**lengths, USUAL_STEPS: arms[BASELINE]}.items()))
         print()
         lengths_table(lengths, names)
+        confirmed = {arm.name: arm for arm in read_arms([str(confirmation)])}
+        sources = {name: confirmed if name in confirmed else arms for name in REPORTED}
+        pairs = [(s[name], s[CONTROLS.get(name, BASELINE)]) for name, s in sources.items()]
         rows = csv.DictReader(steps.open())
         print()
-        claims_table(arms, lengths, {row["arm"]: float(row["ratio to control"]) for row in rows})
+        claims_table(pairs, lengths, {row["arm"]: float(row["ratio to control"]) for row in rows})
     for table, path in ((tuning_table, tuning), (steps_table, steps)):
         if path.exists():
             print()
