@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from atlas_table import CONTROLS, SECOND_LR
+from atlas_table import SECOND_LR, control_of
 from runs_to_csv import finished, table
 
 from lit_diffusion.cli.loggers import read_evaluations
@@ -240,13 +240,14 @@ def main() -> None:
     if args.steps:
         suffix = f" in {args.steps} steps"
         study, out = replace(study, steps=args.steps, suffix=suffix), out / f"steps-{args.steps}"
+    controls = {control_of(arm_name(arm)) for arm in study.arms}
     for arm in args.only or study.arms:
         tuning = args.csv / f"atlas-tuning-{study.tuned_in or args.study}.csv"
         if study.tuned_in is None and args.stage in ("screen", "recipe"):
             replace_rows(tuning, tune(study, arm, out, args.jobs))
         best, second, *_ = best_settings(tuning, arm_name(arm) + study.suffix)
         rows = train(study, arm, best, args.stage, out, args.jobs)
-        if args.stage == "confirmation" and arm_name(arm) in {BASELINE, *CONTROLS.values()}:
+        if args.stage == "confirmation" and arm_name(arm) in controls:
             others = train(study, arm, second, args.stage, out, args.jobs)
             rows += [row | {"arm": row["arm"] + SECOND_LR} for row in others]
         stage = "" if args.stage == "screen" else f"{args.stage}-"

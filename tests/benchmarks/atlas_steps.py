@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from atlas import CONFIGS, STUDIES, Study, arm_name
-from atlas_table import CONTROLS
+from atlas_table import control_of
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from lit_diffusion.checkpoints.loading import instantiate
@@ -109,7 +109,7 @@ def main() -> None:
         {
             "arm": name,
             "milliseconds": 1e3 * total / args.rounds,
-            "ratio to control": total / totals[CONTROLS.get(name, BASELINE)],
+            "ratio to control": total / totals[control_of(name)],
             "ratio to baseline": total / totals[BASELINE],
         }
         for name, total in totals.items()

@@ -38,13 +38,10 @@ from lit_diffusion.lab.compare.tables import format_fid, format_p, format_speedu
 
 CONTROLS = {
     "mdlrc": "lr-decay",
-    "simple+info-noise": "simple",
     "contrastive": "contrastive-bias",
     "fdm": "linear",
     "dit-tread": "dit",
-    "dit+sra": "dit",
 }
-"""Arm -> its control, where it is not the baseline."""
 
 REPORTED: dict[str, float | None] = {
     "x0": None,
@@ -72,6 +69,11 @@ SECOND_LR = " at its second lr"
 """End of the name of a control that was trained with its second best learning rate."""
 
 Measure = Callable[[Curve], float]
+
+
+def control_of(arm: str) -> str:
+    """Name of the control of an arm: "a" for the arm "a+b", otherwise the baseline by default."""
+    return CONTROLS.get(arm) or arm.rpartition("+")[0] or BASELINE
 
 
 def at_end(name: str) -> Measure:
@@ -129,11 +131,9 @@ def both_means(arm: Arm, control: Arm, metric: str) -> str:
 def end_table(arms: Mapping[str, Arm], names: Sequence[str], only: Sequence[str]) -> None:
     baseline, score = arms[BASELINE], log_score(names)
     rows, ps, highest = [], [], []
-    has_control = [
-        name for name in arms if name != BASELINE and CONTROLS.get(name, BASELINE) in arms
-    ]
+    has_control = [name for name in arms if name != BASELINE and control_of(name) in arms]
     for name in only or has_control:
-        arm, control = arms[name], arms[CONTROLS.get(name, BASELINE)]
+        arm, control = arms[name], arms[control_of(name)]
         tests = [test(arm, control, score), test(arm, baseline, score)]
         if only:
             seconds = [arms[each.name + SECOND_LR] for each in (control, baseline)]
@@ -154,7 +154,7 @@ def end_table(arms: Mapping[str, Arm], names: Sequence[str], only: Sequence[str]
 def speed_table(arms: Mapping[str, Arm], names: Sequence[str]) -> None:
     rows = []
     for name, arm in arms.items():
-        control = arms.get(CONTROLS.get(name, BASELINE), arm)
+        control = arms.get(control_of(name), arm)
         if control is not arm:
             speedups = [faster(arm, control, each) for each in names]
             ends = [both_means(arm, control, each) for each in ("recall", "memorized")]
@@ -245,7 +245,7 @@ def main(file: Path, only: Sequence[str]) -> None:
     arms = {name: arm for name, arm in all_arms.items() if not name.endswith(" steps")}
     curves = [curve for arm in arms.values() for curve in arm.curves]
     names = [n for n in TARGETS if any(math.isfinite(at_end(n)(curve)) for curve in curves)]
-    needed = {BASELINE, *only, *(CONTROLS.get(name, BASELINE) for name in only)}
+    needed = {BASELINE, *only, *(control_of(name) for name in only)}
     needed |= {name + SECOND_LR for name in needed - {*only}}
     if only and (missing := needed - arms.keys()):
         sys.exit(f"{file} has no rows of {', '.join(sorted(missing))}.")
@@ -264,7 +264,7 @@ def main(file: Path, only: Sequence[str]) -> None:
         lengths_table(lengths, names)
         confirmed = {arm.name: arm for arm in read_arms([str(confirmation)])}
         sources = {name: confirmed if name in confirmed else arms for name in REPORTED}
-        pairs = [(s[name], s[CONTROLS.get(name, BASELINE)]) for name, s in sources.items()]
+        pairs = [(s[name], s[control_of(name)]) for name, s in sources.items()]
         rows = csv.DictReader(steps.open())
         print()
         claims_table(pairs, lengths, {row["arm"]: float(row["ratio to control"]) for row in rows})
