@@ -24,9 +24,9 @@ class RepresentationAlignment(nn.Module):
 
     - With the teacher `PretrainedEncoder`, this is REPA. The defaults are the settings of REPA.
     - With the teacher `SelfTeacher`, this is SRA. Set `distance="smooth_l1"` and
-      `hidden=(2 * width,)`, as in the paper. The code of the authors for the paper uses the weight
-      0.2 with SiT, and 0.04 with DiT, so that the term has about the same magnitude as the training
-      loss. Their later code for SiT uses the cosine distance with the weight 0.5.
+      `hidden=(2 * width,)`, as in the paper. In the authors' code for the paper, the weight is 0.2
+      for SiT and 0.04 for DiT, so the term has about the same magnitude as the training loss. Their
+      later code for SiT uses the cosine distance with the weight 0.5.
     - With `until_step`, the term is switched off after a number of steps, as in HASTE. HASTE also
       aligns attention maps, which this class does not.
 

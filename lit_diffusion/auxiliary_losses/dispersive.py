@@ -19,7 +19,7 @@ class Dispersive:
 
     The division by D makes the temperature independent of the size of the block. With the default
     temperature of 1, the loss equals the loss in the authors' PyTorch code, which divides by D and
-    has no temperature. This code uses the last block and a weight of 0.25. The paper uses a block
+    has no temperature. Their code uses the last block and a weight of 0.25. The paper uses a block
     at a quarter of the depth, a weight of 0.5 and a temperature of 0.5, and does not divide by D.
     The loss is computed in float32, also under autocast.
 

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from lit_diffusion.cli.options import Parser, integer
@@ -156,7 +156,9 @@ def count_images(root: Path) -> tuple[int, list[str]]:
         raise FileNotFoundError(
             f"--images: there is no folder {root}; put images there, or name another folder."
         )
-    counts = Counter(_class_of_images(root))
+    images = (file for file in walk_files(root) if file.lower().endswith(IMAGE_EXTENSIONS))
+    folders = (os.path.relpath(os.path.dirname(image), root) for image in images)
+    counts = Counter(folder.split(os.sep)[0] for folder in folders)  # "." for images in the root
     extensions = ", ".join(IMAGE_EXTENSIONS)
     if counts.total() < 4:
         raise ValueError(
@@ -173,13 +175,6 @@ def count_images(root: Path) -> tuple[int, list[str]]:
             f"({counts['.']}); move all images into class folders, or all into {root}."
         )
     return counts.total(), classes
-
-
-def _class_of_images(root: Path) -> Iterator[str]:
-    """Yield the class folder of each image that `ImageFolder` finds; "." for images in the root."""
-    for file in walk_files(root):
-        if file.lower().endswith(IMAGE_EXTENSIONS):
-            yield os.path.relpath(os.path.dirname(file), root).split(os.sep)[0]
 
 
 def method_names() -> list[str]:

@@ -358,8 +358,8 @@ class Patched(nn.Module):
             variance.
         size: height and width of a patch, which must divide the height and width of the images.
 
-    Source: Shi et al. 2016 (arXiv 1609.05158), section 3.2. Channels are in the order
-        of torch's `pixel_unshuffle`, which is not that of the paper.
+    Source: Shi et al. 2016 (arXiv 1609.05158), section 3.2. The channels have the order
+        of torch's `pixel_unshuffle`, which differs from the order in the paper.
 
     Example:
         >>> from lit_diffusion.networks.unet import UNet

@@ -29,7 +29,7 @@ from statistics import fmean
 
 from arms_table import print_table, ratio
 
-from lit_diffusion.lab.compare.comparison import Comparison, by_metric, compare
+from lit_diffusion.lab.compare.comparison import by_metric, compare
 from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
 from lit_diffusion.lab.compare.speedrun import TARGETS
 from lit_diffusion.lab.compare.statistics import TTest, holm, paired, shared_seeds
@@ -107,17 +107,11 @@ def largest_p(tests: Sequence[TTest | None]) -> float | None:
     return max(each.p for each in results) if len(results) == len(tests) else None
 
 
-def compared(arm: Arm, control: Arm, metric: str) -> Comparison | None:
-    """Speed-up of an arm over its control; None if a run diverged."""
+def faster(arm: Arm, control: Arm, metric: str) -> str:
     arms = [arm, control] if metric == "fid" else by_metric([arm, control], metric)
     if len(arms) < 2 or math.isinf(control.reached_by_all):
-        return None
-    return compare(arms, control.name)
-
-
-def faster(arm: Arm, control: Arm, metric: str) -> str:
-    if (comparison := compared(arm, control, metric)) is None:
         return "diverged"
+    comparison = compare(arms, control.name)
     (result,) = comparison.results
     end = f" to {format_fid(result.at)}" if result.at != comparison.target else ""
     return format_speedup(result.speedup) + end

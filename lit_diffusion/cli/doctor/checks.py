@@ -83,9 +83,9 @@ def check_threads(run: ExaminedRun) -> Iterator[Finding]:
     is_cpu, threads = run.trainer.strategy.root_device.type == "cpu", torch.get_num_threads()
     (load, *_), cores = os.getloadavg(), usable_cores()
     if is_cpu and threads > 1 and load + threads > cores + 1:
-        text = f"other processes have used {load:.1f} of {cores} cores in the last minute. The "
-        text += f"{threads} threads of torch wait for each other, so a step can take 20 times as "
-        yield note("threads", f"{text}long; set OMP_NUM_THREADS=1, or stop the others.")
+        text = f"the load average is {load:.1f} on {cores} cores, so other processes are running. "
+        text += f"The {threads} threads of torch wait for each other, so a step can take 20 times "
+        yield note("threads", f"{text}as long; set OMP_NUM_THREADS=1, or stop the others.")
 
 
 def check_length(run: ExaminedRun) -> Iterator[Finding]:

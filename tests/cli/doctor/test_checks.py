@@ -241,7 +241,7 @@ def test_threads_need_cores_that_no_other_process_uses(run, load, threads, found
     monkeypatch.setattr(checks, "usable_cores", lambda: 4)
     results = list(checks.check_threads(run))
     assert [result.level for result in results] == [Level.NOTE] * found
-    assert all(f"{load} of 4 cores" in result.text for result in results)
+    assert all(f"{load} on 4 cores" in result.text for result in results)
 
 
 # Single checks
