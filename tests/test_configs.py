@@ -50,6 +50,7 @@ PAIRS = [
         *(ANY if folder in ("digits", "cifar10") else NAMED),  # others take long, or add nothing
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
     ]
+    if arm.stem != "cifar10"  # with a test of its own, too
 ]
 RECIPES = [*(f"digits/{arm}" for arm in ("decayed", "textbook", "fast"))]
 RECIPES += sorted(f"mnist/{path.stem}" for path in CONFIGS.glob("arms/mnist/*.yaml"))
@@ -226,16 +227,24 @@ def test_mnist_starts_as_its_comments_say(folder, config, arm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ["", "arms/cifar10-small/clts.yaml"])
-def test_the_small_cifar10_starts_as_its_comments_say(folder, arm):
+@pytest.mark.parametrize(
+    "configs",
+    [
+        ["cifar10-small"],
+        ["cifar10-small", "arms/cifar10-small/clts"],
+        ["patches-small", "arms/patches-small/cifar10"],
+    ],
+    ids=lambda configs: Path(configs[-1]).name,
+)
+def test_cifar10_in_class_folders_starts_as_its_comments_say(folder, configs):
     for split in ("train", "test"):
-        class_folders(folder / "data" / "cifar10" / split, "ab", each=8, size=(32, 32))
-    workers = "--data.init_args.num_workers=0"
-    out = f"--config {CONFIGS / 'cifar10-small.yaml'} --out cifar10-cnn.safetensors --steps 1"
-    assert call(f"train-extractor {out} {workers}") == 0
-    options = [f"--config={CONFIGS / arm}"] if arm else []
-    width = "--model.init_args.network.init_args.model_channels=32"
-    assert fit("cifar10-small.yaml", *options, width, workers) == 0
+        class_folders(folder / "data" / "cifar10" / split, "abcdefghij", each=2, size=(32, 32))
+    first, *arms = (f"{CONFIGS / config}.yaml" for config in configs)
+    options = [*(f"--config={arm}" for arm in arms), "--data.init_args.num_workers=0"]
+    train = ["train-extractor", "--config", first, "--out=cifar10-cnn.safetensors", "--steps=1"]
+    assert main([*train, *options]) == 0
+    batch_size = "--data.init_args.batch_size=2"
+    assert fit(Path(first).name, *options, NARROW, batch_size) == 0
 
 
 @pytest.mark.slow
