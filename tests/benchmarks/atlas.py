@@ -102,18 +102,19 @@ def without(*arms: str) -> tuple[str, ...]:
     return tuple(arm for arm in PARTS if arm not in arms)
 
 
+CIFAR10 = ("patches-small", "arms/patches-small/cifar10")
+
 STUDIES = {
     "digits-textbook": Study(("digits-ablation", "arms/digits/textbook"), PARTS, 500),
     "digits-balanced": Study(
         ("digits-ablation", "arms/digits/balanced"), without(*OF_TEXTBOOK), 600
     ),
     "mnist": Study(("mnist", "arms/digits/textbook"), without(*OF_DIGITS), 500, "digits-textbook"),
+    "mnist-balanced": Study(("mnist", "arms/digits/balanced"), (), 600, "digits-balanced"),
     "cifar10": Study(
-        ("patches-small", "arms/patches-small/cifar10", "arms/digits/textbook"),
-        without(*OF_DIGITS),
-        500,
-        "digits-textbook",
+        (*CIFAR10, "arms/digits/textbook"), without(*OF_DIGITS), 500, "digits-textbook"
     ),
+    "cifar10-balanced": Study((*CIFAR10, "arms/digits/balanced"), (), 600, "digits-balanced"),
 }
 
 

@@ -1,23 +1,23 @@
-"""Recipes beside the textbook recipe: recipe_table.py RECIPES.csv TEXTBOOK.csv
+"""Recipes compared with the textbook recipe: recipe_table.py RECIPES.csv TEXTBOOK.csv
 
 The rows are the arms of the first file. Cells have the score and the distances at the end of
-training, divided by those of the baseline in the second file: geometric means over seeds, with 95%
+training, divided by those of the one arm in the second file: geometric means over seeds, with 95%
 intervals (paired t test on logarithms).
 """
 
+import math
 import sys
 
 from arms_table import print_table, ratio
-from atlas_table import log_distance, log_score, test
+from atlas_table import at_end, log_distance, log_score, test
 
 from lit_diffusion.lab.compare.curves import read_arms
 from lit_diffusion.lab.compare.speedrun import TARGETS
-from lit_diffusion.lab.compare.sweep import BASELINE
 
 
 def main(recipes: str, others: str) -> None:
-    (textbook,) = (arm for arm in read_arms([others]) if arm.name == BASELINE)
-    names = [*TARGETS]
+    (textbook,) = read_arms([others])
+    names = [n for n in TARGETS if math.isfinite(at_end(n)(textbook.curves[0]))]
     measures = [log_score(names), *map(log_distance, names)]
     rows = []
     for recipe in read_arms([recipes]):
