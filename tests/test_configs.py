@@ -228,23 +228,27 @@ def test_mnist_starts_as_its_comments_say(folder, config, arm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "configs",
+    ("extractor", "configs"),
     [
-        ["cifar10-small"],
-        ["cifar10-small", "arms/cifar10-small/clts"],
-        ["patches-small", "arms/patches-small/cifar10"],
+        ("cifar10-cnn", ["cifar10-small"]),
+        ("cifar10-cnn", ["cifar10-small", "cifar10-small/clts"]),
+        ("cifar10-cnn-16x16", ["cifar10-small", "cifar10-small/16x16"]),
+        (
+            "cifar10-cnn-16x16",
+            ["cifar10-small", "cifar10-small/16x16", "cifar10-small/clts-target-400"],
+        ),
+        ("cifar10-cnn", ["patches-small", "patches-small/cifar10"]),
     ],
-    ids=lambda configs: Path(configs[-1]).name,
 )
-def test_cifar10_in_class_folders_starts_as_its_comments_say(folder, configs):
+def test_cifar10_in_class_folders_starts_as_its_comments_say(folder, extractor, configs):
     for split in ("train", "test"):
         class_folders(folder / "data" / "cifar10" / split, "abcdefghij", each=2, size=(32, 32))
-    first, *arms = (f"{CONFIGS / config}.yaml" for config in configs)
-    options = [*(f"--config={arm}" for arm in arms), "--data.init_args.num_workers=0"]
-    train = ["train-extractor", "--config", first, "--out=cifar10-cnn.safetensors", "--steps=1"]
-    assert main([*train, *options]) == 0
-    batch_size = "--data.init_args.batch_size=2"
-    assert fit(Path(first).name, *options, NARROW, batch_size) == 0
+    experiment, *arms = configs
+    options = [f"--config={CONFIGS}/arms/{arm}.yaml" for arm in arms]
+    options += ["--data.init_args.num_workers=0", "--data.init_args.batch_size=2"]
+    out = [f"--out={extractor}.safetensors", "--steps=1"]
+    assert main(["train-extractor", f"--config={CONFIGS}/{experiment}.yaml", *options, *out]) == 0
+    assert fit(f"{experiment}.yaml", *options, NARROW) == 0
 
 
 @pytest.mark.slow

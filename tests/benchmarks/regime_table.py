@@ -24,8 +24,8 @@ from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
 from lit_diffusion.lab.compare.statistics import TTest, holm, paired, shared_seeds
 from lit_diffusion.lab.compare.tables import format_p
 
-CLTS = ("clts-target-1500", "clts")
-"""Names of the arm with CLTS alone, in the two studies."""
+CLTS = ("clts-target-1500", "clts", "clts-target-400")
+"""Names of the arm with CLTS alone, in the studies."""
 
 MARGIN = 0.05
 
