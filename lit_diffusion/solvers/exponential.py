@@ -220,7 +220,8 @@ class UniPC:
     Raises:
         ValueError: if order < 1 or steps < 1.
 
-    Source: Zhao et al. 2023 (UniPC, arXiv 2302.04867), algorithms 5 and 6 (data prediction).
+    Source: Zhao et al. 2023 (UniPC, arXiv 2302.04867), section 3, in its form for data
+    prediction.
 
     Example:
         >>> UniPC(steps=10).order
