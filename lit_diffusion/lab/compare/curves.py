@@ -219,8 +219,8 @@ def late_spreads(curve: Curve) -> tuple[float, float] | None:
         is `sqrt(sum of squared residuals / (n - 2))`. A steady descent of the FID raises only the
         total standard deviation. None if there are fewer than three finite FIDs.
 
-    Source: "Why diffusion models are stable and how to make them faster" (2023), which claims under
-    its Fig. 5 that its methods make late FIDs steadier.
+    Source: section 4.3 of "Why diffusion models are stable and how to make them faster" (2023),
+    which blames a large momentum for the late oscillation of FID in its Fig. 5.
     """
     points = zip(*curve.finite, strict=True)
     late = [(step, math.log(fid)) for step, fid in points if step >= 2 / 3 * curve.steps[-1]]
