@@ -85,7 +85,7 @@ def clts_density(
 
     The argument `normalize` selects how to mix the two densities. "truncate" first normalizes the
     Gaussian over the bins, so that gamma is the fraction of samples from the Gaussian. "mix" adds
-    the two densities without this normalization, as in Eq. 7, and normalizes the sum. With "mix",
+    the two densities without this normalization, as in Eq. 8, and normalizes the sum. With "mix",
     the fraction of samples from the Gaussian is below gamma, because a part of the Gaussian is
     outside [0, 1]. With the default mean and std, only 38% of the Gaussian is inside.
 
