@@ -176,7 +176,7 @@ def test_weighted_losses_equal_min_snr_training(kind, parameterization, betas):
     ids=repr,
 )
 def test_matched_outputs_get_the_same_loss_in_every_parameterization(weighting, process):
-    """The x0 errors agree, so one x0-space weight must give one loss (PITFALLS 21)."""
+    """The x0 errors agree, so one x0-space weight must give one loss."""
     t = process.from_unit(torch.arange(0, 1, 0.007, dtype=torch.float64))
     shape = (len(t), 1, 2, 2)
     x0, noise, x0_hat = PIX(shape, 1), Z(shape, 2), PIX(shape, 3)
