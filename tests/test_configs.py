@@ -50,7 +50,7 @@ PAIRS = [
         *(ANY if folder in ("digits", "cifar10") else NAMED),  # others take long, or add nothing
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
     ]
-    if arm.stem != "cifar10"  # with a test of its own, too
+    if arm.stem not in ("cifar10", "mnist-8x8")  # with tests of their own, too
 ]
 RECIPES = [*(f"digits/{arm}" for arm in ("decayed", "textbook", "fast"))]
 RECIPES += sorted(f"mnist/{path.stem}" for path in CONFIGS.glob("arms/mnist/*.yaml"))
@@ -216,13 +216,18 @@ def test_pictures_without_class_folders_need_no_label_dropout(folder, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("config", "arm"), [("mnist", ""), ("mnist-long", ""), *(("mnist", arm) for arm in RECIPES)]
+    ("config", "arm"),
+    [
+        *(("mnist", ""), ("mnist-long", ""), ("digits-ablation", "digits/mnist-8x8")),
+        *(("mnist", arm) for arm in RECIPES),
+    ],
 )
 def test_mnist_starts_as_its_comments_say(folder, config, arm):
-    write_mnist(folder / "data", train=40, val=20)
-    out = f"--config {CONFIGS / 'mnist.yaml'} --out mnist-cnn.safetensors --steps 1"
-    assert call(f"train-extractor {out}") == 0
+    write_mnist(folder / "data", train=80, val=20)
     options = [f"--config={CONFIGS}/arms/{arm}.yaml"] if arm else []
+    extractor = "mnist-cnn-8x8" if arm == "digits/mnist-8x8" else "mnist-cnn"
+    out = [f"--out={extractor}.safetensors", "--steps=1"]
+    assert main(["train-extractor", f"--config={CONFIGS}/{config}.yaml", *options, *out]) == 0
     assert fit(f"{config}.yaml", *options) == 0
 
 

@@ -5,6 +5,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torchvision import datasets
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
@@ -20,13 +22,15 @@ class MNIST(ImageDataModule):
     Args:
         root: folder that contains `MNIST/raw/train-images-idx3-ubyte` and the other files.
         part: pair (k, n). Training uses only the training images k, k + n, k + 2n, and so on.
+        image_size: pixels on each side: 28, 16 or 8. With 16 or 8, images are padded to 32x32
+            pixels, and each pixel is the mean of a block of 2x2 or 4x4 pixels.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: if files are missing and cannot be downloaded. The message names the
             files and their folder.
-        ValueError: if a file is truncated or has unexpected content, or if `part` does not satisfy
-            `0 <= k < n`.
+        ValueError: if a file is truncated or has unexpected content, if `part` does not satisfy
+            `0 <= k < n`, or if `image_size` is not 28, 16 or 8.
 
     Source: Y. LeCun, C. Cortes and C. Burges, "The MNIST database of handwritten digits", 1998.
 
@@ -36,14 +40,26 @@ class MNIST(ImageDataModule):
         ((1, 28, 28), 10)
     """
 
-    image_shape = (1, 28, 28)
     class_names: ClassVar[tuple[str, ...]] = tuple("0123456789")
     _source: ClassVar[type[datasets.MNIST]] = datasets.MNIST
 
-    def __init__(self, root: str = "data", part: tuple[int, int] = (0, 1), **loader: Any) -> None:
+    def __init__(
+        self,
+        root: str = "data",
+        part: tuple[int, int] = (0, 1),
+        image_size: int = 28,
+        **loader: Any,
+    ) -> None:
         super().__init__(**loader)
+        if image_size not in (28, 16, 8):
+            raise ValueError(f"image_size must be 28, 16 or 8, got {image_size}.")
+        self.image_size = image_size
         self.part = part
         self.root = Path(root).expanduser()
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return 1, self.image_size, self.image_size
 
     def check(self) -> None:
         """Download missing files."""
@@ -88,7 +104,11 @@ class MNIST(ImageDataModule):
             raise ValueError(
                 f"{self._folder}/{prefix}-* are not files of {self._name} ({reason}); delete them."
             ) from error
-        data = TensorImages(images.view(-1, *self.image_shape), labels)
+        images = images[:, None]
+        if self.image_size != 28:
+            padded = F.pad(images, (2, 2, 2, 2)).float()
+            images = F.avg_pool2d(padded, 32 // self.image_size).round().to(torch.uint8)
+        data = TensorImages(images, labels)
         return data if split == "val" else take_part(data, self.part)
 
     @property
@@ -112,13 +132,15 @@ class FashionMNIST(MNIST):
     Args:
         root: folder that contains `FashionMNIST/raw/train-images-idx3-ubyte` and the other files.
         part: pair (k, n). Training uses only the training images k, k + n, k + 2n, and so on.
+        image_size: pixels on each side: 28, 16 or 8. With 16 or 8, images are padded to 32x32
+            pixels, and each pixel is the mean of a block of 2x2 or 4x4 pixels.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: if files are missing and cannot be downloaded. The message names the
             files and their folder.
-        ValueError: if a file is truncated or has unexpected content, or if `part` does not satisfy
-            `0 <= k < n`.
+        ValueError: if a file is truncated or has unexpected content, if `part` does not satisfy
+            `0 <= k < n`, or if `image_size` is not 28, 16 or 8.
 
     Source: Xiao, Rasul & Vollgraf 2017 (arXiv 1708.07747).
 

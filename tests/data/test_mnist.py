@@ -33,6 +33,21 @@ def test_pixels_and_labels_are_those_of_the_files(root, kind):
     assert torch.equal(half.images("val"), data.images("val"))
 
 
+@pytest.mark.parametrize("size", [8, 16])
+def test_small_images_are_means_of_blocks(root, size):
+    data, full = MNIST(str(root), image_size=size), MNIST(str(root))
+    assert data.image_shape == (1, size, size)
+    images, block = full.images("val").float(), 32 // size
+    small, centre = data.images("val").float(), images[:, 0, 12 - 2 : 16 - 2, 12 - 2 : 16 - 2]
+    row = 12 // block
+    first = small[:, 0, row, row]
+    assert (first - centre[:, :block, :block].mean((1, 2))).abs().max() <= 0.5
+    total = images.sum((1, 2, 3)) / block**2  # the padding is 0
+    assert (small.sum((1, 2, 3)) - total).abs().max() <= size**2 / 2
+    with pytest.raises(ValueError, match="28, 16 or 8, got 14"):
+        MNIST(str(root), image_size=14)
+
+
 def test_without_a_network_missing_files_are_named(root, tmp_path_factory):
     (root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").unlink()
     empty = tmp_path_factory.mktemp("other") / "empty"
