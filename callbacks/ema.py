@@ -36,7 +36,6 @@ from .trainer_state import (
     refuse_split_weights,
     refuse_strategy,
     refuse_unhooked,
-    register_state_dict_hook,
     reshard,
     saves_split_tensors,
     should_log,
@@ -163,14 +162,9 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy each value into its target, cast to the target's dtype.
 
     If a tensor is split over ranks (a DTensor), each rank copies the part that it stores.
-
-    Example:
-        >>> target = torch.zeros(2)
-        >>> overwrite_([target], [torch.ones(2, dtype=torch.float64)])
-        >>> target
-        tensor([1., 1.])
     """
-    torch._foreach_copy_([local_part(t) for t in targets], [local_part(v) for v in values])
+    if targets:
+        torch._foreach_copy_([local_part(t) for t in targets], [local_part(v) for v in values])
 
 
 # The state in a checkpoint
@@ -180,12 +174,6 @@ def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
     """Raise ValueError if `state` does not have the format of EMA's state.
 
     The error message is a part of a sentence. Callers insert it into their own error message.
-
-    Example:
-        >>> check_averages({"decays": [0.9], "steps": {"w": 1}, "shadows": [{"w": torch.ones(2)}]})
-        >>> check_averages({"decays": [2.0], "steps": {}, "shadows": [{}]})
-        Traceback (most recent call last):
-        ValueError: its decays must be numbers in [0, 1), and are [2.0]
     """
     if isinstance(state, dict) and not state:
         return
@@ -339,9 +327,7 @@ class EMA(pl.Callback):
         self._groups: list[_Group] = []  # one for each optimizer
         self._idle_steps: dict[str, int] = {}  # steps of averages without an optimizer so far
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until a run starts
-        self._known_params: dict[
-            int, Tensor
-        ] = {}  # parameters that were assigned to a group, by id
+        self._known_params: dict[int, Tensor] = {}  # parameters assigned to a group, by id
         self._hooks: list[RemovableHandle] = []
         self._active = self._active_before_eval = RAW  # names of the weights in the module
         self._raw: dict[Tensor, Tensor] = {}  # parameter -> copy of its raw value, while swapped
@@ -402,12 +388,10 @@ class EMA(pl.Callback):
         assert self._module is not None
         tensors = self._named_tensors()
         if name == RAW:
-            if self._raw:
-                overwrite_(list(self._raw), list(self._raw.values()))
-            self._raw = {}
+            overwrite_(list(self._raw), list(self._raw.values()))
+            self._raw, self._active = {}, RAW
             if self._raw_hook is not None:
                 self._raw_hook.remove()
-            self._active = RAW
             return
         steps = self._steps_by_name()
         updated = [n for n in steps if n in tensors and steps[n] >= self.every_n_steps]
@@ -416,12 +400,10 @@ class EMA(pl.Callback):
         previous, self._active = self._active, name
         if previous == RAW:
             self._raw = {target: target.detach().clone() for target in targets}
-            # torch sets an attribute on the hook, which a bound method does not allow.
-            hook = partial(self._write_raw_weights)
-            self._raw_hook = register_state_dict_hook(self._module, hook)
+            # torch's public method exists since torch 2.5, and does not take a bound method.
+            self._raw_hook = self._module._register_state_dict_hook(self._write_raw_weights)
         shadow = self._shadows[max(self._names.index(name) - 2, 0)]
-        if targets:
-            overwrite_(targets, [shadow[n] for n in updated])
+        overwrite_(targets, [shadow[n] for n in updated])
 
     def _write_raw_weights(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
@@ -506,12 +488,8 @@ class EMA(pl.Callback):
             return
         for name, value in state["shadows"][0].items():
             tensor = tensors.get(name)
-            is_float = value.is_floating_point()  # else complex
-            if (
-                tensor is None
-                or value.shape != tensor.shape
-                or is_float != tensor.is_floating_point()
-            ):
+            kind = (value.shape, value.is_floating_point())  # else complex
+            if tensor is None or kind != (tensor.shape, tensor.is_floating_point()):
                 raise ValueError(
                     f"The checkpoint's average of {name!r}, {value.dtype} {tuple(value.shape)}, "
                     "fits no parameter of the module. Resume with the module that wrote the "
@@ -594,16 +572,14 @@ class EMA(pl.Callback):
         """Parameters under the prefix and, if `buffers` is set, buffers to average."""
         assert self._module is not None
         params = {_plain_name(name): param for name, param in self._module.named_parameters()}
-        averaged: dict[str, Tensor] = {
-            name: param for name, param in params.items() if _is_under(name, self.prefix)
-        }
+        averaged = {name: param for name, param in params.items() if _is_under(name, self.prefix)}
         if not averaged:
             children = sorted({name.split(".")[0] for name in params})
             raise ValueError(
                 f"EMA(prefix={self.prefix!r}) matches no parameter; the module's parameters are "
                 f"under {children}."
             )
-        return averaged | self._averaged_buffers()
+        return {**averaged, **self._averaged_buffers()}
 
     def _averaged_buffers(self) -> dict[str, Tensor]:
         """Floating point buffers in checkpoints, except masks of -inf and spectral norm vectors.
@@ -633,7 +609,7 @@ class EMA(pl.Callback):
 
     def _reset_to_weights(self, group: _Group) -> None:
         """Set the averages to the current weights."""
-        for shadow in self._shadows if group.tensors else ():
+        for shadow in self._shadows:
             overwrite_([shadow[name] for name in group.tensors], list(group.tensors.values()))
 
     def _after_step(self, group: _Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:

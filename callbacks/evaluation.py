@@ -285,11 +285,7 @@ def generate_images(
 
 
 def check_images(images: Tensor, num: int) -> None:
-    """Raise TypeError unless `images` are `num` images (N, C, H, W) uint8.
-
-    Example:
-        >>> check_images(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), num=2)
-    """
+    """Raise TypeError unless `images` are `num` images (N, C, H, W) uint8."""
     if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != num:
         raise TypeError(
             f"generate must return {num} images, uint8 (N, C, H, W) in [0, 255], got "
@@ -305,11 +301,6 @@ def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
 
     The function skips loaders of an IterableDataset, because it cannot be indexed. It also skips
     loaders with `batch_size=None`, because each item of their data sets is a whole batch.
-
-    Example:
-        >>> loader = DataLoader([0, 1, 2])
-        >>> indexed_loader([loader]) is loader
-        True
     """
     for loader in CombinedLoader(loaders).flattened:
         has_items = isinstance(loader, DataLoader) and loader.batch_sampler is not None

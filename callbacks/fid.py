@@ -509,12 +509,6 @@ def averaging_decay(trainer: Trainer, weights: str) -> float | None:
     EMA names its averages "ema_<decay>", so the function reads the decay from the name. For the
     name "ema", it returns the decay of the first average. The decay is ambiguous if several
     callbacks provide weights of this name with different decays.
-
-    Example:
-        >>> from lit_diffusion.callbacks import EMA
-        >>> trainer = Trainer(callbacks=[EMA(0.999)], logger=False, accelerator="cpu")
-        >>> averaging_decay(trainer, "ema")
-        0.999
     """
     decays = set()
     for provider in weights_providers(trainer, weights):

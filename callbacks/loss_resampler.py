@@ -28,10 +28,6 @@ class LossHistory(NamedTuple):
         losses: (num_bins, history) float64. Loss n = 0, 1, ... of a bin is in column
             `n % history`.
         counts: (num_bins,) int64 number of losses that each bin has received so far.
-
-    Example:
-        >>> LossHistory.empty(num_bins=2, history=3).losses.shape
-        torch.Size([2, 3])
     """
 
     losses: Tensor

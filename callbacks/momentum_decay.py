@@ -34,10 +34,6 @@ class DecayedMomentum(NamedTuple):
     Attributes:
         beta1: decay rate of the momentum.
         lr_factor: factor by which the lr is multiplied, in (0, 1].
-
-    Example:
-        >>> DecayedMomentum(beta1=0.6, lr_factor=0.5).beta1
-        0.6
     """
 
     beta1: float

@@ -48,10 +48,6 @@ def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]
         done: number of units finished so far.
         left: number of units that remain; inf if the number is unknown.
         seconds: time in seconds that the finished units took.
-
-    Example:
-        >>> format_speed("image", 20, 80, seconds=40.0)
-        ['2.0 s/image', '0:02:40 left']
     """
     if not done:
         return []
@@ -97,9 +93,6 @@ class PlainProgress(LoggedLoss):
 
     Args:
         every_n_seconds: seconds between lines, > 0.
-
-    Example:
-        >>> trainer = Trainer(callbacks=[PlainProgress()], logger=False, accelerator="cpu")
     """
 
     def __init__(self, every_n_seconds: float = 10.0) -> None:
@@ -163,9 +156,6 @@ class StepBar(LoggedLoss, TQDMProgressBar):
 
     The displayed speed and remaining time take the time of validations into account. Lines that
     Python loggers print to the terminal appear above the bar.
-
-    Example:
-        >>> trainer = Trainer(callbacks=[StepBar()], logger=False, accelerator="cpu")
     """
 
     def __init__(self) -> None:

@@ -83,12 +83,7 @@ class RankWatch(Callback):
 
 @dataclass
 class Heartbeat:
-    """State of a rank, which it writes into the store several times a second.
-
-    Example:
-        >>> Heartbeat(beats=1, collectives=20, place="at step 3").state
-        'running'
-    """
+    """State of a rank, which it writes into the store several times a second."""
 
     beats: int = 0  # number of heartbeats; 0 before the first
     collectives: int = 0  # collectives entered; other ranks wait for the rank with the fewest
@@ -112,10 +107,6 @@ def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str
         now: current time in seconds, on the clock of `Heartbeat.heard`.
         timeout: time in seconds. A rank counts as failed if it sends no heartbeats for this time,
             or if it keeps other ranks waiting for this time.
-
-    Example:
-        >>> find_culprit({0: Heartbeat(beats=9), 1: Heartbeat(beats=9)}, now=1.0, timeout=60)
-        ''
     """
     running = [beat for beat in ranks.values() if beat.state != "ended"]
     broken = any(beat.state == "lost" and now - beat.since > PATIENCE for beat in running)

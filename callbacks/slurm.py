@@ -22,10 +22,6 @@ def job_id() -> str | None:
 
     Returns:
         The id; None outside SLURM.
-
-    Example:
-        >>> job_id()  # in task 2 of the array job 7  # doctest: +SKIP
-        '7_2'
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:

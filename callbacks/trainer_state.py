@@ -20,7 +20,7 @@ may be empty. If the docstring of a function says "Collective", all ranks must c
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 try:
     import lightning.pytorch as pl
@@ -56,10 +55,6 @@ def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
 
     If both packages are installed, each has its own copy of every class. The function accepts
     instances of either copy.
-
-    Example:
-        >>> isinstance_lightning(pl.callbacks.EarlyStopping("val/loss"), pl.Callback)
-        True
     """
 
     def qualified_name(c: type) -> str:
@@ -134,12 +129,7 @@ def is_batch_ending(trainer: pl.Trainer) -> bool:
 
 
 def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
-    """Return the Trainer of a module; None if `module.trainer` would raise an error.
-
-    Example:
-        >>> attached_trainer(pl.LightningModule()) is None
-        True
-    """
+    """Return the Trainer of a module; None if `module.trainer` would raise an error."""
     return module._trainer
 
 
@@ -148,10 +138,6 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 
     Outside a fit, the Trainer's step count does not describe the module, because a new Trainer
     starts to count at 0.
-
-    Example:
-        >>> completed_steps(pl.LightningModule()) is None
-        True
     """
     trainer = attached_trainer(module)
     fitting = trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
@@ -164,11 +150,6 @@ def output_folder(trainer: pl.Trainer) -> str:
     The command `lit-diffusion fit` stores this folder in `trainer.run_folder`. If the Trainer does
     not have this attribute, the function returns the folder in which Lightning creates
     `checkpoints/`: the first logger's version directory, or `default_root_dir` without a logger.
-
-    Example:
-        >>> trainer = pl.Trainer(default_root_dir="runs", logger=False, accelerator="cpu")
-        >>> os.path.basename(output_folder(trainer))
-        'runs'
     """
     folder = getattr(trainer, "run_folder", trainer.default_root_dir)
     if not hasattr(trainer, "run_folder") and trainer.loggers:
@@ -182,11 +163,6 @@ def total_steps(trainer: pl.Trainer) -> int | None:
     """Return the number of optimizer steps in the whole fit; None if the fit has no end.
 
     As a side effect, this sets up the training data.
-
-    Example:
-        >>> trainer = pl.Trainer(max_steps=500, logger=False, accelerator="cpu")
-        >>> total_steps(trainer)
-        500
     """
     steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
     kind = pl.callbacks.GradientAccumulationScheduler
@@ -221,9 +197,6 @@ def confirm_updates(trainer: pl.Trainer) -> None:
     only a few steps later. Therefore, call this function in `on_train_batch_end` before you
     evaluate or save weights. The function calls the method `confirm_updates` of each callback that
     has this method.
-
-    Example:
-        >>> confirm_updates(pl.Trainer(logger=False, accelerator="cpu"))
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if (confirm := getattr(callback, "confirm_updates", None)) is not None:
@@ -233,9 +206,8 @@ def confirm_updates(trainer: pl.Trainer) -> None:
 def logger_step(trainer: pl.Trainer) -> int:
     """Return the step that Lightning passes to loggers during a batch or the validation after it.
 
-    The logger step is the number of earlier batches in which an optimizer stepped. In contrast,
-    `global_step` is the sum of the steps of all optimizers. Callbacks that log images or scores
-    after a batch use `stepped_batches`, which also counts the batch that is ending.
+    It is the number of earlier batches in which an optimizer stepped. In contrast, `global_step` is
+    the sum of the steps of all optimizers.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
@@ -243,8 +215,7 @@ def logger_step(trainer: pl.Trainer) -> int:
 def stepped_batches(trainer: pl.Trainer) -> int:
     """Return the number of batches so far in which an optimizer stepped.
 
-    The current batch is included as soon as `on_train_batch_end` runs. If each batch steps a single
-    optimizer once, the number equals `global_step`.
+    The current batch is included as soon as `on_train_batch_end` runs.
     """
     is_current_done = is_batch_ending(trainer) or trainer.validating
     return logger_step(trainer) + (is_current_done and not is_accumulating(trainer))
@@ -267,22 +238,14 @@ def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def limited_batches(trainer: pl.Trainer, length: int) -> int:
-    """Return how many of `length` batches an epoch uses under `trainer.limit_train_batches`.
-
-    Example:
-        >>> limited_batches(pl.Trainer(limit_train_batches=0.5, logger=False), length=100)
-        50
-    """
+    """Return how many of `length` batches an epoch uses under `trainer.limit_train_batches`."""
     connector: Any = pl.trainer.connectors.data_connector  # type: ignore[attr-defined]
     stage = pl.trainer.states.RunningStage.TRAINING
     return int(connector._parse_num_batches(stage, length, trainer.limit_train_batches))
 
 
 def disable_signal_handlers(trainer: pl.Trainer) -> None:
-    """Prevent Lightning from installing its signal handlers.
-
-    Call `enable_signal_handlers` to allow it again.
-    """
+    """Prevent Lightning from installing its signal handlers, until `enable_signal_handlers`."""
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
 
 
@@ -292,38 +255,20 @@ def enable_signal_handlers(trainer: pl.Trainer) -> None:
 
 
 def undivided_sampler(loader: Any) -> Any:
-    """Return the sampler of a loader, without Lightning's wrapper that divides it among ranks.
-
-    Example:
-        >>> type(undivided_sampler(torch.utils.data.DataLoader([1, 2]))).__name__
-        'SequentialSampler'
-    """
+    """Return the sampler of a loader, without Lightning's wrapper that divides it among ranks."""
     divided: Any = getattr(loader.sampler, "dataset", None)
     is_wrapped = type(divided).__name__ == "_DatasetSamplerWrapper"
     return divided._sampler if is_wrapped else loader.sampler
 
 
 def is_built_from_config() -> bool:
-    """Whether LightningCLI is constructing a module now.
-
-    If LightningCLI constructs a module, the module's arguments come from a config and can be stored
-    as plain builtins.
-    """
+    """Whether LightningCLI is constructing a module now, from the plain builtins of a config."""
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Context that sets a module to eval mode, and restores each submodule's mode at the end.
-
-    Example:
-        >>> module = nn.Dropout()
-        >>> with eval_mode(module):
-        ...     module.training
-        False
-        >>> module.training
-        True
-    """
+    """Context that sets a module to eval mode, and restores each submodule's mode at the end."""
     training = [submodule for submodule in module.modules() if submodule.training]
     module.eval()
     try:
@@ -333,24 +278,11 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             submodule.training = True
 
 
-def register_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
-    """Make `module.state_dict()` call `hook(module, state_dict, prefix, metadata)` at its end."""
-    # The public method exists since torch 2.5.
-    public = getattr(module, "register_state_dict_post_hook", None)
-    register: Any = public or module._register_state_dict_hook
-    handle: RemovableHandle = register(hook)
-    return handle
-
-
 # Strategies
 
 
 def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
-    """Raise ValueError if the callback called `name` does not support the Trainer's strategy.
-
-    Example:
-        >>> refuse_strategy(pl.Trainer(logger=False, accelerator="cpu"), "EMA")
-    """
+    """Raise ValueError if the callback called `name` does not support the Trainer's strategy."""
     strategy = trainer.strategy
     if isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         if "src_data_rank" not in signature(distribute_tensor).parameters:
@@ -380,11 +312,7 @@ def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: 
 
 
 def refuse_unhooked(optimizer: object) -> None:
-    """Raise ValueError if the optimizer's `step()` would not call hooks.
-
-    Example:
-        >>> refuse_unhooked(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
-    """
+    """Raise ValueError if the optimizer's `step()` would not call hooks."""
     # Optimizer.__init__ sets this attribute. Some wrappers of an optimizer do not call __init__.
     hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
     if not (hooked and isinstance(optimizer, Optimizer)):
@@ -411,12 +339,7 @@ def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
 
 
 def all_gather_objects(value: T, world_size: int) -> list[T]:
-    """Gather one value from each rank, in the order of ranks. Collective.
-
-    Example:
-        >>> all_gather_objects("loss", world_size=1)
-        ['loss']
-    """
+    """Gather one value from each rank, in the order of ranks. Collective."""
     values = [value] * world_size
     if world_size > 1:
         torch.distributed.all_gather_object(values, value)
@@ -424,22 +347,12 @@ def all_gather_objects(value: T, world_size: int) -> list[T]:
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":
-    """Whether a value is a tensor that is split over ranks.
-
-    Example:
-        >>> is_dtensor(torch.zeros(1))
-        False
-    """
+    """Whether a value is a tensor that is split over ranks."""
     return _HAS_DISTRIBUTED and isinstance(value, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a split tensor, without a copy. Return other tensors unchanged.
-
-    Example:
-        >>> local_part(torch.ones(2))
-        tensor([1., 1.])
-    """
+    """Return this rank's part of a split tensor, without a copy. Return other tensors unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -448,27 +361,15 @@ def saves_split_tensors(module: pl.LightningModule | None) -> bool:
 
     This is the case if the strategy has an attribute `saves_split_tensors` that is True.
     Lightning's own strategies do not have this attribute.
-
-    Example:
-        >>> saves_split_tensors(pl.LightningModule())
-        False
     """
     trainer = getattr(module, "_trainer", None)
     return trainer is not None and getattr(trainer.strategy, "saves_split_tensors", False)
 
 
 def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
-    """Split a tensor over ranks in the same way as another tensor.
+    """Split `whole`, which has equal values on all ranks, over ranks in the same way as `model`.
 
-    Args:
-        whole: tensor to split, with equal values on all ranks. A tensor that is already split is
-            returned unchanged.
-        model: split tensor whose device mesh and placements are used. If `model` is not split,
-            `whole` is returned unchanged.
-
-    Example:
-        >>> distribute_like(torch.ones(2), model=torch.zeros(2))
-        tensor([1., 1.])
+    If `whole` is already split, or if `model` is not split, `whole` is returned unchanged.
     """
     if is_dtensor(whole) or not is_dtensor(model):
         return whole
@@ -476,14 +377,9 @@ def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
 
 
 def find_dtensor(state: Any, name: str = "") -> str | None:
-    """Find the first split tensor in nested dicts and lists, and return its dotted path.
+    """Return the path of the first split tensor in nested dicts and lists, or None.
 
-    Returns:
-        A path such as "shadows.0.weight"; None if no tensor is split.
-
-    Example:
-        >>> find_dtensor({"weight": torch.zeros(2)}) is None
-        True
+    A path has the form "shadows.0.weight".
     """
     if is_dtensor(state):
         return name
@@ -502,10 +398,6 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     If no tensor is split, the function returns the state unchanged. Otherwise, all ranks must call
     the function together. It returns the state with whole tensors on rank 0, and {} on other ranks.
     The other ranks never hold more than one whole tensor at a time.
-
-    Example:
-        >>> gather_state({"steps": 3})
-        {'steps': 3}
     """
     if find_dtensor(state) is None:
         return dict(state)
@@ -530,12 +422,8 @@ def _gather(value: Any, is_first: bool) -> Any:
 def reshard(module: nn.Module) -> None:
     """Free the gathered weights that FSDP2 keeps after a forward pass without a backward pass.
 
-    While FSDP2 keeps the gathered weights, `parameters()` returns them, and the next forward pass
-    uses them even if the sharded weights have changed. Modules without FSDP2 do not change. A rank
-    may call this function alone.
-
-    Example:
-        >>> reshard(nn.Linear(2, 2))
+    While FSDP2 keeps them, `parameters()` returns them, and the next forward pass uses them even if
+    the sharded weights have changed. A rank may call this function alone.
     """
     if _HAS_DISTRIBUTED:
         for part in module.modules():
@@ -547,16 +435,10 @@ def reshard(module: nn.Module) -> None:
 
 
 def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
-    """Check each tensor for NaN or infinite entries, without synchronizing with a GPU.
+    """Return flags (N,) bool, True for tensors with a NaN or infinite entry.
 
-    In a split tensor, the function checks only the part of this rank. In a sparse tensor, it checks
-    the stored values. An empty tensor counts as finite.
-
-    Args:
-        tensors: N tensors of any shapes.
-
-    Returns:
-        (N,) bool, True for tensors with a non-finite entry.
+    The function does not wait for a GPU. In a split tensor, it checks only the part of this rank.
+    In a sparse tensor, it checks the stored values. An empty tensor counts as finite.
 
     Example:
         >>> is_nonfinite([torch.ones(2), torch.tensor([0.0, float("nan")])])
@@ -584,17 +466,10 @@ def _has_infinite_norm(values: Sequence[Tensor], order: float) -> Tensor:
 
 
 def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
-    """Find the first tensor with a NaN or infinite entry. The host waits for the device once.
+    """Return the index of the first tensor with a NaN or infinite entry; None if all are finite.
 
-    If tensors are split, all ranks of the tensors' device mesh must call the function together, and
-    they all return the same index.
-
-    Returns:
-        The index of the tensor, or None if all are finite.
-
-    Example:
-        >>> first_nonfinite([torch.ones(2), torch.tensor([0.0, float("nan")])])
-        1
+    The host waits for the device once. If tensors are split, all ranks of the tensors' device mesh
+    must call the function together, and they all return the same index.
     """
     if not tensors:
         return None
@@ -621,10 +496,6 @@ class Timesteps(NamedTuple):
             the callback does not set this attribute.
         timestep_weight: (num_bins,) loss weights. The module multiplies each loss by the weight of
             the bin that contains the noise level. None if the callback does not set this attribute.
-
-    Example:
-        >>> Timesteps(timestep_density=torch.ones(4)).timestep_weight is None
-        True
     """
 
     timestep_density: Tensor | None = None
@@ -638,7 +509,7 @@ def importance_weight(density: Tensor) -> Tensor:
     is the same as with uniformly sampled noise levels.
 
     Args:
-        density: (num_bins,) density, not necessarily normalized. The function normalizes it to p.
+        density: (num_bins,) density. The function normalizes it to p.
 
     Returns:
         (num_bins,) weights.

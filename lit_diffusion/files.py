@@ -42,10 +42,6 @@ def user_cache() -> Path:
 
     The folder is `$XDG_CACHE_HOME/lit-diffusion`, or `~/.cache/lit-diffusion` if the variable is
     not set.
-
-    Example:
-        >>> user_cache().name
-        'lit-diffusion'
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit-diffusion"
 
@@ -113,15 +109,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None:
-    """Write text as UTF-8. The docstring of `atomic_write` describes the arguments.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> path = Path(mkdtemp()) / "hello.txt"
-        >>> atomic_write_text(path, "hello")
-        >>> path.read_text()
-        'hello'
-    """
+    """Write text as UTF-8. The docstring of `atomic_write` describes the arguments."""
     with atomic_write(path, shared) as file:
         file.write(text.encode())
 
@@ -197,10 +185,6 @@ def walk_files(root: str | Path) -> Iterator[str]:
 
     Raises:
         OSError: if a folder cannot be read.
-
-    Example:
-        >>> "files.py" in [os.path.basename(path) for path in walk_files(Path(__file__).parent)]
-        True
     """
     for folder, subfolders, names in os.walk(root, onerror=_raise, followlinks=True):
         visible = (name for name in subfolders if name[0] != ".")
@@ -230,10 +214,6 @@ def check_regular(path: str | Path) -> Path:
     Raises:
         FileNotFoundError: if the path does not exist.
         ValueError: if the path is a folder, pipe, socket or device.
-
-    Example:
-        >>> check_regular(__file__).name
-        'files.py'
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
@@ -253,9 +233,6 @@ def check_option_values(options: Iterable[str]) -> None:
 
     Raises:
         ValueError: if a value is the path of a pipe, socket or device. The message names the path.
-
-    Example:
-        >>> check_option_values(["--trainer.max_steps=10", "--model.network", "UNet"])
     """
     for option in options:
         value = option.partition("=")[2] if option.startswith("--") else option
@@ -282,10 +259,6 @@ def checked_read(
         OSError: if the file does not exist, or if reading it is not permitted.
         ValueError: if the file is damaged, or if it is not a regular file. The message has the path
             and the reason.
-
-    Example:
-        >>> with checked_read(__file__, "Python file") as path:
-        ...     text = path.read_text()
     """
     path = check_regular(path)
     try:
@@ -313,11 +286,6 @@ def check_archive(file: Path | BytesIO) -> None:
     Raises:
         ValueError, zipfile.BadZipFile: if the file is damaged. The message has the reason, but not
             the path of the file.
-
-    Example:
-        >>> content = BytesIO()
-        >>> torch.save({"step": 3}, content)
-        >>> check_archive(content)
     """
     if not zipfile.is_zipfile(file):
         return
@@ -349,10 +317,6 @@ def open_image(source: Path | BytesIO) -> "Image":
     Raises:
         ValueError: if `source` is the path of a folder, pipe or device.
         OSError: if the content is not an image in one of these formats.
-
-    Example:
-        >>> open_image("cat.png").size  # doctest: +SKIP
-        (32, 32)
     """
     from PIL import Image
 

@@ -193,12 +193,7 @@ def raise_on_signals() -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Context that delays the effect of Ctrl-C, SIGTERM and SIGHUP until the context ends.
-
-    Example:
-        >>> with defer_signals():
-        ...     text = "written in full, even if Ctrl-C is pressed"
-    """
+    """Context that delays the effect of Ctrl-C, SIGTERM and SIGHUP until the context ends."""
     deferred: list[int] = []
     try:
         signals = (signal.SIGTERM, *TERMINAL_SIGNALS)

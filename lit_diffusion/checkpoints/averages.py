@@ -143,13 +143,6 @@ def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
     """Write the averages after `step` updates to a file, and return the file's SHA-256.
 
     The write is atomic: a crash leaves no partial file.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> folder = Path(mkdtemp())
-        >>> sha256 = write_snapshot(folder, 100, {0.05: {"weight": torch.ones(2)}})
-        >>> list(list_snapshots(folder))
-        [100]
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {

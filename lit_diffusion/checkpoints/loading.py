@@ -105,11 +105,6 @@ def load_module(
     """Load a module, and return it together with the content of its checkpoint.
 
     The arguments are the same as in `load`.
-
-    Example:
-        >>> loaded = load_module("runs/digits", weights="raw")  # doctest: +SKIP
-        >>> loaded.step  # doctest: +SKIP
-        2000
     """
     name = str(path)
     path = checkpoint_file(path)
@@ -183,10 +178,6 @@ def checkpoint_file(path: str | Path) -> Path:
     For a run folder, the result is its checkpoints/last.ckpt. For the name of a model in this
     package, the result is the folder of the model, unless a file or folder with this name exists.
     Any other path is returned unchanged.
-
-    Example:
-        >>> str(checkpoint_file("epoch-3.ckpt"))
-        'epoch-3.ckpt'
     """
     folder = find_model(path)
     path = Path(path)
@@ -328,10 +319,6 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
     Args:
         checkpoint: content of the checkpoint.
         key: "hyper_parameters" for the module, "datamodule_hyper_parameters" for the data module.
-
-    Example:
-        >>> model_spec({"state_dict": {}}) is None
-        True
     """
     init_args = dict(checkpoint.get(key) or {})
     class_path = init_args.pop("_class_path", None)
@@ -358,13 +345,6 @@ def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str |
     Raises:
         ValueError: if the weights do not fit. The module is then unchanged, and the message lists
             the first three differences.
-
-    Example:
-        >>> from torch import nn
-        >>> module = nn.Linear(2, 1)
-        >>> load_state(module, {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}, "a.ckpt")
-        >>> module.weight.tolist()
-        [[1.0, 1.0]]
     """
     refuse_other_dtypes(module, state, path)
     try:

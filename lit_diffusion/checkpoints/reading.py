@@ -157,9 +157,6 @@ def check_content(checkpoint: Any) -> None:
 
     Raises:
         ValueError: if the check fails. The message gives the reason, and callers add the path.
-
-    Example:
-        >>> check_content({"state_dict": {"weight": torch.ones(2)}, "global_step": 5})
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError("it has no 'state_dict'")
@@ -269,22 +266,12 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value is an int (not a bool) in `[0, 2**63)`.
-
-    Example:
-        >>> is_count(3), is_count(-1), is_count(True)
-        (True, False, False)
-    """
+    """Return whether a value is an int (not a bool) in `[0, 2**63)`."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is None, bool, int, float, str, or a dict, list or tuple of these.
-
-    Example:
-        >>> is_plain({"lr": 0.1, "betas": (0.9, 0.999)}), is_plain(print)
-        (True, False)
-    """
+    """Return whether a value is None, bool, int, float, str, or a dict, list or tuple of these."""
     if isinstance(value, dict):
         return type(value) is dict and all(is_plain(v) for pair in value.items() for v in pair)
     if isinstance(value, list | tuple):
@@ -305,21 +292,12 @@ def number_kind(tensor: Tensor) -> tuple[bool, bool, bool]:
     """Return the kind of a tensor's dtype as (is floating-point, is complex, is bool).
 
     The kind matters because `load_state_dict` silently casts weights from one kind to another.
-
-    Example:
-        >>> number_kind(torch.ones(1))
-        (True, False, False)
     """
     return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
 
 
 def strip_compile_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefix `_orig_mod.` that torch.compile adds to names in a state_dict.
-
-    Example:
-        >>> strip_compile_prefix({"network._orig_mod.weight": torch.ones(1)})
-        {'network.weight': tensor([1.])}
-    """
+    """Remove the prefix `_orig_mod.` that torch.compile adds to names in a state_dict."""
     return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
@@ -348,10 +326,5 @@ def explain_unreadable(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the error's type if it has no message.
-
-    Example:
-        >>> first_line(ValueError("lr must be > 0."))
-        'lr must be > 0'
-    """
+    """Return the first line of an error's message, or the error's type if it has no message."""
     return str(error).split("\n")[0].rstrip(".") or type(error).__name__
