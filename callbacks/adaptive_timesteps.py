@@ -254,10 +254,9 @@ class AdaptiveTimesteps(TimestepWriter):
         self._is_loaded = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with the uniform density, unless there is an earlier one to continue.
+        """Continue the density of the checkpoint, or of this callback's last fit of the module.
 
-        The earlier density is the density in the checkpoint or, without a checkpoint, the density
-        at the end of the last fit of this module.
+        If there is neither, start with the uniform density.
         """
         super().on_fit_start(trainer, pl_module)
         require_denoising_loss(pl_module, "AdaptiveTimesteps")
@@ -282,15 +281,10 @@ class AdaptiveTimesteps(TimestepWriter):
         self._before = self._objective(trainer, pl_module)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
     ) -> None:
         """After a measured update, learn from the reduction of the objective."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module)
         if self._before is not None and trainer.global_step > self._step_before:
             after = self._objective(trainer, pl_module)
             rewards, reductions = (a - b for a, b in zip(self._before, after, strict=True))
@@ -321,10 +315,8 @@ class AdaptiveTimesteps(TimestepWriter):
             return errors.cpu() * self._information[bins]
 
         with inference_mode(trainer, module):
-            rows = torch.arange(len(x0))
+            rows, parts = torch.arange(len(x0)), torch.split(levels, len(x0))
             selected = [terms(rows, bin_.expand(len(x0))) for bin_ in self._selected]
-            of_first = [
-                terms(torch.zeros_like(bins), bins) for bins in torch.split(levels, len(x0))
-            ]
+            of_first = [terms(torch.zeros_like(bins), bins) for bins in parts]
         reshard(module)
         return torch.stack(selected).sum(0), torch.cat(of_first)

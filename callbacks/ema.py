@@ -36,6 +36,7 @@ from .trainer_state import (
     refuse_split_weights,
     refuse_strategy,
     refuse_unhooked,
+    register_state_dict_hook,
     reshard,
     saves_split_tensors,
     should_log,
@@ -228,11 +229,6 @@ class _Group:
     is_uniform: bool = False  # whether `lists` agree in devices and dtypes, and none is split
     strides: list[tuple[int, ...]] | None = None  # of the weights; None if no fused kernel fits
 
-    def has_changed(self, params: list[Tensor]) -> bool:
-        """Whether `params` differ from `self.params`, or a frozen parameter was unfrozen."""
-        is_same = len(params) == len(self.params) and all(map(is_, params, self.params))
-        return not is_same or any(param.requires_grad for param in self.frozen)
-
 
 class EMA(pl.Callback):
     """Averages the trainable weights, and uses the averages in validation, test and predict.
@@ -400,8 +396,7 @@ class EMA(pl.Callback):
         previous, self._active = self._active, name
         if previous == RAW:
             self._raw = {target: target.detach().clone() for target in targets}
-            # torch's public method exists since torch 2.5, and does not take a bound method.
-            self._raw_hook = self._module._register_state_dict_hook(self._write_raw_weights)
+            self._raw_hook = register_state_dict_hook(self._module, self._write_raw_weights)
         shadow = self._shadows[max(self._names.index(name) - 2, 0)]
         overwrite_(targets, [shadow[n] for n in updated])
 
@@ -436,10 +431,9 @@ class EMA(pl.Callback):
 
     def _start_averaging(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Hook the optimizers, and start or continue the averages of their parameters."""
-        self._drop_if_replaced(trainer)
         from_checkpoint = bool(self._loaded)
         self._remove_hooks()
-        self._load_averages(module)
+        self._load_averages(trainer, module)
         stored = set(self._idle_steps)
         self._groups = [_Group() for _ in trainer.optimizers]
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
@@ -468,20 +462,14 @@ class EMA(pl.Callback):
             hook.remove()
         self._hooks = []
 
-    def _drop_averages(self) -> None:
+    def _load_averages(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Load averages from the checkpoint or, without one, from an earlier run of the module."""
+        state = self._loaded
+        if not state and trainer.ckpt_path is None and module is self._module:
+            state = self._averages_state()
         self._refuse_averages_in_place()
-        self._module, self._shadows = None, [{} for _ in self.decays]
+        self._shadows = [{} for _ in self.decays]
         self._groups, self._known_params, self._idle_steps = [], {}, {}
-
-    def _drop_if_replaced(self, trainer: pl.Trainer) -> None:
-        """Drop averages in memory if the weights come from a checkpoint without averages."""
-        if trainer.ckpt_path is not None and not self._loaded:
-            self._drop_averages()
-
-    def _load_averages(self, module: pl.LightningModule) -> None:
-        """Load averages from the checkpoint, else from an earlier run of the same module."""
-        state = self._loaded or (self._averages_state() if module is self._module else {})
-        self._drop_averages()
         self._loaded, self._module = {}, module
         tensors, averaged = self._named_tensors(), self._averaged_tensors()
         if not state:
@@ -534,7 +522,8 @@ class EMA(pl.Callback):
     def _add_parameters(self, optimizer: Optimizer, group: _Group) -> None:
         """Start averaging parameters of the optimizer that are in no group yet."""
         params = list(chain.from_iterable(entry["params"] for entry in optimizer.param_groups))
-        if not group.has_changed(params):
+        is_same = len(params) == len(group.params) and all(map(is_, params, group.params))
+        if is_same and not any(param.requires_grad for param in group.frozen):
             return
         group.params = params
         group.frozen = [param for param in params if not param.requires_grad]
@@ -759,10 +748,10 @@ class EMA(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap in the averages for validation, test or predict."""
-        if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
-            self._drop_if_replaced(trainer)
-            if self._loaded or pl_module is not self._module:
-                self._load_averages(pl_module)
+        is_fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        is_current = pl_module is self._module and not self._loaded and trainer.ckpt_path is None
+        if not (is_fitting or is_current):
+            self._load_averages(trainer, pl_module)
         self._active_before_eval = self._active
         if not (self._groups or self._idle_steps):
             pl.utilities.rank_zero_warn(

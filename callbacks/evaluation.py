@@ -54,14 +54,8 @@ def refuse_other_run(
 ) -> None:
     """Raise ValueError if a new fit would change a file or folder that another fit has written.
 
-    All ranks must call this function. If `lit-diffusion fit` has started the fit, the function does
-    nothing, because that command checks its run folder itself.
-
-    Args:
-        trainer: the Trainer of the new fit.
-        path: a file or folder that the new fit would change.
-        exists: whether another fit has written `path`. Only the value on rank 0 is used.
-        fix: advice for the user, for the end of the error message.
+    All ranks must call this function, and only the value of `exists` on rank 0 is used. In a fit of
+    `lit-diffusion fit`, the function does nothing, because that command checks its run folder.
     """
     is_new = trainer.ckpt_path is None and trainer.global_step == 0
     if trainer.strategy.broadcast(exists and is_new and not hasattr(trainer, "run_folder")):
@@ -183,16 +177,10 @@ def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
     Inside the context, the module is in eval mode, gradients are disabled, and the Trainer's
     precision applies. At the end, the states of the random generators are restored.
-
-    The context uses `torch.no_grad`. With `torch.inference_mode`, the module could cache inference
-    tensors, which raise errors in training.
     """
-    with (
-        isolate_rng(),
-        torch.no_grad(),
-        eval_mode(module),
-        trainer.precision_plugin.forward_context(),
-    ):
+    autocast = trainer.precision_plugin.forward_context()
+    # With torch.inference_mode, a module could cache inference tensors, which cannot be trained.
+    with isolate_rng(), torch.no_grad(), eval_mode(module), autocast:
         yield
 
 
@@ -204,10 +192,7 @@ def weights_providers(trainer: Trainer, name: str) -> list[WeightsProvider]:
 
 @contextmanager
 def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
-    """Context in which callbacks swap in the weights called `name`.
-
-    If no callback provides weights of this name, the weights do not change.
-    """
+    """Context in which callbacks swap in the weights called `name`, if a callback provides them."""
     with ExitStack() as stack:
         for provider in weights_providers(trainer, name):
             stack.enter_context(provider.weights(name))
@@ -228,12 +213,7 @@ def averaged_weights(trainer: Trainer) -> Iterator[str]:
 
 
 def require_generate(module: LightningModule, callback: str) -> None:
-    """Raise TypeError if `module.generate(seeds, labels)` cannot be called.
-
-    Args:
-        module: the module to check.
-        callback: name of the callback that needs the method, for the error message.
-    """
+    """Raise TypeError if `callback` cannot call `module.generate(seeds, labels)`."""
     try:
         signature(getattr(module, "generate", None)).bind([0], None)  # type: ignore[arg-type]
     except TypeError as error:
@@ -244,12 +224,7 @@ def require_generate(module: LightningModule, callback: str) -> None:
 
 
 def require_noise_levels(module: LightningModule, callback: str) -> None:
-    """Raise TypeError if a module does not implement `protocols.HasNoiseLevels`.
-
-    Args:
-        module: the module to check.
-        callback: name of the callback that needs the protocol, for the error message.
-    """
+    """Raise TypeError if the module does not have all that `protocols.HasNoiseLevels` lists."""
     needed = ("per_sample_loss", "process", "codec", "num_classes")
     if lacking := [name for name in needed if not hasattr(module, name)]:
         raise TypeError(
@@ -269,8 +244,7 @@ def generate_images(
         infinite values.
     """
     assert isinstance(module, CanGenerate)
-    num_classes = getattr(module, "num_classes", None)
-    labels = None
+    labels, num_classes = None, getattr(module, "num_classes", None)
     if num_classes:
         labels = torch.tensor(classes_of(seeds, num_classes), device=module.device)
     try:
@@ -322,19 +296,11 @@ def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
 
 
 def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageSet | None:
-    """Return the images of a split, from the data module or from the Trainer's loader.
+    """Return the images of "train", "val" or "test" from the data module or the Trainer's loader.
 
     The images come from the data module if it implements `metrics.images.HasSplits`. Otherwise,
-    they come from the Trainer's DataLoader of this split.
-
-    Args:
-        trainer: the Trainer of the run.
-        split: "train", "val" or "test".
-        where: how to find the images in a batch of the Trainer's loader: an index, a key, or a
-            function of the batch.
-
-    Returns:
-        The images, or None if the Trainer has no loader of this split that can be indexed.
+    they come from the Trainer's DataLoader of this split, where the argument `where` says how to
+    find them in a batch. The result is None if the Trainer has no such loader with indices.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasSplits):
@@ -373,15 +339,10 @@ class FixedImages(NamedTuple):
     indices: list[int]
 
     def encode(self, module: Any) -> tuple[Tensor, Condition, Tensor]:
-        """Encode the images for the loss of a module, on the module's device.
+        """Return x0, labels and noise on the device of a module that has noise levels.
 
-        Args:
-            module: a module that implements `protocols.HasNoiseLevels`.
-
-        Returns:
-            A tuple of x0, the labels and the noise. Both x0 and the noise have the shape
-            (N, C, H, W). The labels are None if the loss takes no labels. The noise of an image
-            depends only on the index of the image in the data set.
+        Both x0 and the noise have the shape (N, C, H, W). The labels are None if the module's loss
+        takes no labels. The noise of an image depends only on its index in the data set.
         """
         x0 = module.codec.encode(self.images.to(module.device))
         noise = PerSampleNoise(self.indices, stream="noise level").randn_like(x0)
@@ -394,17 +355,10 @@ class FixedImages(NamedTuple):
 def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedImages:
     """Read at most `num` images, evenly spaced over a data set. Every call reads the same images.
 
-    The images come from the first data set that can be indexed. The function creates a new loader
-    for this data set, because iterating over the Trainer's loader in the middle of an epoch would
-    restart the loader's persistent workers.
-
-    Args:
-        loaders: the Trainer's loaders of a split.
-        num: maximum number of images.
-        where: how to find the images in a batch: an index, a key, or a function of the batch.
-
-    Raises:
-        ValueError: if no data set can be indexed.
+    The images come from the first data set of the Trainer's `loaders` that can be indexed. If there
+    is none, the function raises a ValueError. It creates a new loader for this data set, because
+    iterating over the Trainer's loader in the middle of an epoch would restart the loader's
+    persistent workers.
     """
     loader = indexed_loader(loaders)
     if loader is None:

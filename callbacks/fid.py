@@ -186,11 +186,7 @@ class FIDEvaluation(PeriodicEvaluation):
     # Checks before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise an error if the module, the weights or the extractor are unsuitable.
-
-        An error is also raised if another FIDEvaluation would log the same metric or write the same
-        file.
-        """
+        """Raise an error if the module, weights, extractor or other callbacks are unsuitable."""
         super().setup(trainer, pl_module, stage)
         self._real.clear()  # the data may have changed since the last run
         self._evaluated_step, self._best_is_unsaved = None, False
@@ -216,10 +212,7 @@ class FIDEvaluation(PeriodicEvaluation):
             raise ValueError(f"{both} write best-fid.ckpt: pass save_best=False to one of them.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compute statistics of the real images.
-
-        The best FID of the checkpoint is dropped if the settings of the evaluation have changed.
-        """
+        """Compute statistics of real images. Drop the best FID if the settings have changed."""
         super().on_train_start(trainer, pl_module)
         self.image_count = start_image_count(trainer, self.image_count)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -264,10 +257,6 @@ class FIDEvaluation(PeriodicEvaluation):
         elif not by_steps:
             pl_module.log_dict(self.measure(trainer, pl_module), sync_dist=True)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a checkpoint if the FID is the best so far, after the metrics were logged."""
-        self._save_best(trainer)
-
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate against the split on which the data module tests."""
         data = trainer.datamodule  # type: ignore[attr-defined]
@@ -277,7 +266,7 @@ class FIDEvaluation(PeriodicEvaluation):
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, log, and save a checkpoint if the FID is the best so far."""
         super().measure_after_step(trainer, pl_module)
-        self._save_best(trainer)
+        self._save_best(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the last weights with new seeds, and write the results to evaluations.jsonl."""
@@ -395,9 +384,8 @@ class FIDEvaluation(PeriodicEvaluation):
                 images, non_finite = generate_images(module, batch or seeds[:1])
             if batch and images is not None:
                 with clock.phase("features"):
-                    non_finite = list(
-                        compress(batch, (~samples.add(images).isfinite().all(1)).tolist())
-                    )
+                    is_finite = samples.add(images).isfinite().all(1)
+                    non_finite = list(compress(batch, (~is_finite).tolist()))
             positions = [seeds.index(seed) for seed in non_finite if seed in batch]
             flags[torch.tensor(positions, dtype=torch.int64)] = 1
             clock.tick(len(batch) * trainer.world_size)
@@ -456,7 +444,7 @@ class FIDEvaluation(PeriodicEvaluation):
 
     # The best step, in checkpoints/best-fid.ckpt and in the callback's state
 
-    def _save_best(self, trainer: Trainer) -> None:
+    def _save_best(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._best_is_unsaved:
             return
         self._best_is_unsaved = False
@@ -465,12 +453,11 @@ class FIDEvaluation(PeriodicEvaluation):
         with swap_weights(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)
 
+    on_validation_end = _save_best  # after the metrics of the validation were logged
+
     @property
     def state_key(self) -> str:
-        """Key of the state in `checkpoint["callbacks"]`.
-
-        The key contains the number of samples, the name of the weights and the extractor's hash.
-        """
+        """Key of the state, with the number of samples, the weights and the extractor's hash."""
         parts = {"metric": self.metric_name("val"), "extractor": self.protocol.sha256[:16]}
         return f"{type(self).__qualname__}{parts}"
 

@@ -216,14 +216,13 @@ class FiniteUpdates(pl.Callback):
             torch_modules.register_module_module_registration_hook(self._forget_modules),
             torch_modules.register_module_buffer_registration_hook(self._forget_modules),
         ]
+        groups = [group for each in trainer.optimizers for group in each.param_groups]
         if (
             self.max_nonfinite_steps == 0
             and pl_module.automatic_optimization
             and pl_module.device.type in _DEFERRING_DEVICES
             and all(type(optimizer) in _FUSED for optimizer in trainer.optimizers)
-            and all(
-                group.get("fused") for each in trainer.optimizers for group in each.param_groups
-            )
+            and all(group.get("fused") for group in groups)
             and find_dtensor(dict(pl_module.named_parameters())) is None
             and not trainer.strategy.restore_checkpoint_after_setup
         ):
@@ -302,11 +301,7 @@ class FiniteUpdates(pl.Callback):
             _drop_gradients(optimizer, _grad_scaler(trainer))
 
     def _skip_on_device(
-        self,
-        trainer: pl.Trainer,
-        optimizer: Optimizer,
-        batches: list[_MicroBatch],
-        flags: Tensor,
+        self, trainer: pl.Trainer, optimizer: Optimizer, batches: list[_MicroBatch], flags: Tensor
     ) -> None:
         """Let the device skip the update if it or an earlier one is not finite.
 
@@ -331,24 +326,24 @@ class FiniteUpdates(pl.Callback):
             copied.record(torch.cuda.current_stream(self._found_inf.device))
         self._unread.append(_Unread(batches, logger_step(trainer), flag, copied))
 
-    def _read_flags(
-        self, trainer: pl.Trainer, module: pl.LightningModule, max_unread: int = 0
+    def confirm_updates(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, max_unread: int = 0
     ) -> None:
-        """Stop the run if the device skipped an update. Do not wait for the last `max_unread`."""
+        """Stop the run if the device skipped an update. Do not wait for the last `max_unread`.
+
+        Callbacks that read weights in `on_train_batch_end` should call this method first.
+        """
         while len(self._unread) > max_unread:
             if (update := self._unread.popleft()).is_skipped():
                 self._unread.clear()
                 self._skipped_batches = update.batches
                 self._restore_buffers()
-                self._report(trainer, module, update.logger_step)
+                self._report(trainer, pl_module, update.logger_step)
+
+    on_validation_start = on_train_epoch_end = confirm_updates
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any
     ) -> None:
         """Report a skipped update."""
         current, self._current = self._current, None
@@ -365,13 +360,7 @@ class FiniteUpdates(pl.Callback):
             self._accumulated.append(current)
         if self._skipped_batches:
             self._report(trainer, pl_module, logger_step(trainer))
-        self._read_flags(trainer, pl_module, 0 if should_log(trainer) else _MAX_UNREAD)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the run if an update was skipped."""
-        self._read_flags(trainer, pl_module)
-
-    on_train_epoch_end = on_validation_start
+        self.confirm_updates(trainer, pl_module, 0 if should_log(trainer) else _MAX_UNREAD)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
         """Release the batches, and remove the hooks."""
@@ -431,18 +420,11 @@ class FiniteUpdates(pl.Callback):
             "gradients (trainer.gradient_clip_val=1), or resume from an earlier checkpoint."
         )
 
-    def confirm_updates(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the run if an update was skipped.
-
-        Callbacks that read weights in `on_train_batch_end` should call this method first.
-        """
-        self._read_flags(trainer, pl_module)
-
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Raise an error if the device has skipped updates, or if weights are not finite."""
-        self._read_flags(trainer, pl_module)
+        self.confirm_updates(trainer, pl_module)
         if any(update.is_skipped() for update in self._unread_at_exception):
             raise FloatingPointError(
                 "An update that was not finite was skipped shortly before the run ended, so step "

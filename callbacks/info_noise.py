@@ -40,10 +40,6 @@ class NoiseLevels(NamedTuple):
 def noise_levels(module: Any, num_bins: int) -> NoiseLevels:
     """Compute the noise levels in equal bins of u, from the process and the times of a module.
 
-    Args:
-        module: `DiffusionModule`, or another module with the attributes `process` and `times`.
-        num_bins: number of bins.
-
     Example:
         >>> from types import SimpleNamespace
         >>> from lit_diffusion.processes import EDMProcess
@@ -85,16 +81,9 @@ def information_weight(levels: NoiseLevels) -> Tensor:
 
 
 def x0_weight(module: Any, alpha: Tensor, sigma: Tensor, step: int | None) -> Tensor:
-    """Compute the weight on the squared error of x0 in the loss of a module.
+    """Return the weights of the squared error of x0 in a module's loss, with the shape of alpha.
 
-    Args:
-        module: `DiffusionModule` with a `DenoisingLoss`.
-        alpha: (B,) float64 signal scales.
-        sigma: (B,) float64 noise scales.
-        step: number of completed optimizer steps.
-
-    Returns:
-        (B,) float64 weights.
+    The module is a `DiffusionModule` with a `DenoisingLoss`, after `step` optimizer steps.
     """
     scale = module.parameterization.output_scale(alpha, sigma)
     weight: Tensor = module.loss.weighting.weight(alpha, sigma, scale, step) / scale**2
@@ -112,7 +101,7 @@ def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> 
         module: `DiffusionModule` with a `DenoisingLoss`.
         u: (B,) float64 noise levels in [0, 1).
         losses: (B,) losses at these noise levels.
-        step: number of optimizer steps before the losses were computed.
+        step: optimizer steps before the losses were computed.
 
     Returns:
         (B,) float64 errors. They are not finite where the loss has the weight 0.
@@ -233,12 +222,8 @@ class InfoNoise(LossBasedDensity):
 
 def require_denoising_loss(module: Any, callback: str) -> None:
     """Raise ValueError unless the squared error of x0 can be computed from the module's losses."""
-    missing = [
-        name
-        for name in ("process", "times", "parameterization", "loss")
-        if not hasattr(module, name)
-    ]
-    if missing:
+    needed = ("process", "times", "parameterization", "loss")
+    if missing := [name for name in needed if not hasattr(module, name)]:
         raise ValueError(
             f"{callback} needs a DiffusionModule, and {type(module).__name__} lacks "
             f"{' and '.join(missing)}."

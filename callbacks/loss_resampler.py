@@ -48,12 +48,9 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
     """Add the losses of a batch to a history. Each loss replaces the oldest loss of its bin.
 
     Args:
-        history: the losses so far.
+        history: the losses so far, which are not changed.
         bins: (B,) int64, the bin of each loss. A loss whose bin is `num_bins` is dropped.
         losses: (B,) losses, the oldest first.
-
-    Returns:
-        A new history. The argument is unchanged.
 
     Example:
         >>> history = LossHistory.empty(num_bins=2, history=2)
@@ -72,31 +69,6 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
     columns.index_put_((bins, (counts[bins] + nth) % size), losses.to(columns)[order][last])
     counts.index_add_(0, bins, torch.ones_like(bins))
     return LossHistory(columns[:-1], counts[:-1])
-
-
-def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
-    """Mix the uniform density with a density proportional to the RMS of each bin's losses.
-
-    Args:
-        history: losses of num_bins bins.
-        uniform_prob: weight of the uniform density in the mixture, in [0, 1].
-
-    Returns:
-        (num_bins,) float64 probabilities if every bin has a full history. Otherwise, all entries
-        are 1, which means the uniform density.
-
-    Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 18 and section 3.3.
-
-    Example:
-        >>> history = LossHistory(torch.tensor([[3.0], [1.0]]).double(), torch.tensor([1, 1]))
-        >>> second_moment_density(history, uniform_prob=0.5).tolist()
-        [0.625, 0.375]
-    """
-    num_bins, size = history.losses.shape
-    full = (history.counts >= size).all()
-    rms = torch.linalg.vector_norm(history.losses, dim=1)  # times sqrt(size), which cancels
-    mixed = (1 - uniform_prob) * rms / rms.sum() + uniform_prob / num_bins
-    return torch.where(full, mixed, torch.ones_like(mixed))
 
 
 class LossBasedDensity(TimestepWriter):
@@ -167,22 +139,14 @@ class LossBasedDensity(TimestepWriter):
         """
 
     def recorded_losses(self, pl_module: pl.LightningModule, outputs: dict[str, Tensor]) -> Tensor:
-        """Return the losses (B,) to record for a batch.
-
-        By default, they are the output "per_sample_loss" of training_step.
-        """
+        """Return the losses (B,) to record for a batch, by default "per_sample_loss"."""
         return outputs["per_sample_loss"]
 
     def mix_with_uniform(self, history: LossHistory, masses: Tensor) -> Tensor:
-        """Normalize the masses of the bins, and mix them with the uniform density.
+        """Normalize the masses (num_bins,) of the bins, and mix them with the uniform density.
 
-        Args:
-            history: the recorded losses.
-            masses: (num_bins,) float64 numbers >= 0, proportional to the probabilities of the bins.
-
-        Returns:
-            (num_bins,) float64 probabilities. If a bin does not have a full history yet, or if all
-            masses are 0, all entries are 1 instead, which means the uniform density.
+        If a bin does not have a full history yet, or if all masses are 0, all entries of the result
+        are 1, which means the uniform density.
         """
         full = (history.counts >= self.history).all() & (masses.sum() > 0)
         mixed = (1 - self.uniform_prob) * masses / masses.sum() + self.uniform_prob / self.num_bins
@@ -226,10 +190,9 @@ class LossBasedDensity(TimestepWriter):
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start with an empty history, unless there is an earlier one to continue.
+        """Continue the history of the checkpoint, or of this callback's last fit of the module.
 
-        The callback continues the history in the checkpoint. Without a checkpoint, it continues the
-        history of its last fit if that fit trained the same module.
+        If there is neither, start with an empty history.
         """
         super().on_fit_start(trainer, pl_module)
         if not self._is_loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
@@ -238,15 +201,10 @@ class LossBasedDensity(TimestepWriter):
         self._is_checked = False
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, *_: Any
     ) -> None:
         """Record the losses of all ranks."""
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module)
         if not self._is_checked:
             _check_outputs(outputs, pl_module, type(self).__name__)
             self._is_checked = True
@@ -279,7 +237,7 @@ class LossSecondMomentResampler(LossBasedDensity):
         history: number of recent losses stored for each bin.
         uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
 
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 3.3.
+    Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 18 and section 3.3.
 
     Example:
         >>> resampler = LossSecondMomentResampler(num_bins=4000)
@@ -294,8 +252,9 @@ class LossSecondMomentResampler(LossBasedDensity):
         super().__init__(num_bins, history, uniform_prob)
 
     def density(self, history: LossHistory) -> Tensor:
-        """Return `second_moment_density` with this callback's `uniform_prob`."""
-        return second_moment_density(history, self.uniform_prob)
+        """Return a density proportional to the RMS losses, mixed with the uniform density."""
+        rms = torch.linalg.vector_norm(history.losses, dim=1)  # times sqrt(history), which cancels
+        return self.mix_with_uniform(history, rms)
 
 
 class LossDensity(LossBasedDensity):

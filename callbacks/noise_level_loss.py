@@ -106,23 +106,11 @@ class NoiseLevelLoss(PeriodicEvaluation):
 
 @torch.no_grad()
 def noise_level_losses(
-    module: HasNoiseLevels,
-    x0: Tensor,
-    labels: Condition,
-    noise: Tensor,
-    levels: Sequence[float],
+    module: HasNoiseLevels, x0: Tensor, labels: Condition, noise: Tensor, levels: Sequence[float]
 ) -> Tensor:
-    """Compute the mean loss of a batch at each noise level. All levels use the same noise.
+    """Return the mean losses of a batch at L noise levels u in [0, 1], as a float64 tensor (L,).
 
-    Args:
-        module: module whose method `per_sample_loss` computes the losses.
-        x0: (B, C, H, W) encoded images.
-        labels: labels or conditions of the B images, or None.
-        noise: (B, C, H, W) noise.
-        levels: L noise levels u in [0, 1].
-
-    Returns:
-        (L,) float64 losses.
+    All levels use the same noise, which has the shape (B, C, H, W) of the encoded images `x0`.
     """
     means = []
     for u in levels:

@@ -4,7 +4,6 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -17,37 +16,14 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from lit_diffusion.callbacks.trainer_state import may_read, should_log, total_steps
 
 
-def format_progress(
-    step: int, total: float, epoch: int, metrics: Mapping[str, float], seconds: float, done: int
-) -> str:
-    """Format one line with step, epoch, metrics, speed and remaining time.
-
-    Args:
-        step: optimizer steps of the run so far.
-        total: optimizer steps of the whole run; inf if the run has no end.
-        epoch: current epoch.
-        metrics: values of metrics by name.
-        seconds: time in seconds since this process started to train.
-        done: optimizer steps since this process started to train. In a resumed run, `done` is less
-            than `step`.
-
-    Example:
-        >>> format_progress(20, 100, 1, {"train/loss": 0.123456}, seconds=10.0, done=20)
-        'step 20/100  epoch 1  train/loss 0.1235  2.0 steps/s  0:00:40 left'
-    """
-    parts = [f"step {step}" + (f"/{total:.0f}" if total < math.inf else ""), f"epoch {epoch}"]
-    parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
-    return "  ".join([*parts, *format_speed("step", done, total - step, seconds)])
-
-
 def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]:
     """Format the speed and the remaining time of a process.
 
-    Args:
-        unit: noun in the singular for what is counted, such as "step".
-        done: number of units finished so far.
-        left: number of units that remain; inf if the number is unknown.
-        seconds: time in seconds that the finished units took.
+    The finished units took `seconds`. The number of units left is inf if it is unknown.
+
+    Example:
+        >>> format_speed("image", 20, 80, seconds=40.0)
+        ['2.0 s/image', '0:02:40 left']
     """
     if not done:
         return []
@@ -141,13 +117,15 @@ class PlainProgress(LoggedLoss):
         if not self._is_enabled:
             return
         self._last_line = time.monotonic()
-        metrics = self.get_metrics(trainer, pl_module).items()
-        numbers = {
-            k: float(v) for k, v in metrics if k != "v_num" and not isinstance(v, str | dict)
-        }
-        step, seconds = trainer.global_step, self._last_line - self._start_time
-        done = step - self._start_step
-        line = format_progress(step, self._total, trainer.current_epoch, numbers, seconds, done)
+        step, total, seconds = trainer.global_step, self._total, self._last_line - self._start_time
+        count = f"step {step}" + (f"/{total:.0f}" if total < math.inf else "")
+        metrics = [
+            f"{name} {float(value):.4g}"
+            for name, value in self.get_metrics(trainer, pl_module).items()
+            if name != "v_num" and not isinstance(value, str | dict)
+        ]
+        speed = format_speed("step", step - self._start_step, total - step, seconds)
+        line = "  ".join([count, f"epoch {trainer.current_epoch}", *metrics, *speed])
         print(line, file=sys.stderr, flush=True)
 
 

@@ -100,13 +100,8 @@ def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str
 
     The function names a rank without recent heartbeats if there is one. Otherwise, it names a rank
     for which other ranks wait in a collective. If there are several such ranks, it names the one
-    that has entered the fewest collectives.
-
-    Args:
-        ranks: the last heartbeat of each rank.
-        now: current time in seconds, on the clock of `Heartbeat.heard`.
-        timeout: time in seconds. A rank counts as failed if it sends no heartbeats for this time,
-            or if it keeps other ranks waiting for this time.
+    that has entered the fewest collectives. `RankWatch` describes `timeout`, and `now` is the time
+    in seconds on the clock of `Heartbeat.heard`.
     """
     running = [beat for beat in ranks.values() if beat.state != "ended"]
     broken = any(beat.state == "lost" and now - beat.since > PATIENCE for beat in running)

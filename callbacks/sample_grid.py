@@ -225,14 +225,7 @@ class SampleGrid(PeriodicEvaluation):
 
 
 def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:
-    """Log an image to TensorBoard, W&B, MLflow and Comet. Other loggers are skipped.
-
-    Args:
-        loggers: loggers of a Trainer.
-        name: name of the image in the loggers.
-        picture: the image.
-        step: step at which the loggers store the image.
-    """
+    """Log an image to TensorBoard, W&B, MLflow and Comet. Other loggers are skipped."""
     for logger in loggers:
         if isinstance_lightning(logger, TensorBoardLogger):
             logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")

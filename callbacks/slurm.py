@@ -15,13 +15,10 @@ _JOB_FILE = "slurm-job"
 
 
 def job_id() -> str | None:
-    """Return the id of this SLURM job, such as 7, or 7_2 for task 2 of the job array 7.
+    """Return the id of this SLURM job, such as 7, or 7_2 for task 2 of the job array 7, or None.
 
     SLURM's commands accept this id. The variable `SLURM_JOB_ID` alone is ambiguous, because in one
     task of each job array it equals the id of the whole array.
-
-    Returns:
-        The id; None outside SLURM.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:
@@ -30,19 +27,12 @@ def job_id() -> str | None:
 
 
 def requeue_job(job: str, number: signal.Signals) -> str:
-    """Ask SLURM to requeue a running job after a signal.
+    """Ask SLURM to requeue a running job after a signal. Return a sentence about the outcome.
 
     After SIGTERM, the job is requeued only if SLURM preempts it. Otherwise, a user has sent the
     SIGTERM to stop this process. The job is then not requeued, because a requeue would interrupt
     other work of the user in the same job. After any signal, the job is not requeued if it was
     cancelled or has reached its time limit.
-
-    Args:
-        job: id of the job, as returned by `job_id`.
-        number: the signal that this process has received.
-
-    Returns:
-        A sentence for the user that says whether the job is requeued and, if not, why.
     """
     status = _run(["scontrol", "show", "job", "--oneliner", job])
     states = set(re.findall(r"\bJobState=(\S+)", status.stdout))
@@ -61,20 +51,14 @@ def requeue_job(job: str, number: signal.Signals) -> str:
 
 
 def mark_checkpoints(folder: Path) -> None:
-    """Write the id and the restart count of this SLURM job to a file in a folder of checkpoints.
-
-    `is_requeue_of` reads this file after a restart. Outside SLURM, nothing is written.
-    """
+    """Write the id and restart count of a SLURM job to a file that `is_requeue_of` reads later."""
     if job := job_id():
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write_text(folder / _JOB_FILE, f"{_cluster()} {job} {_restarts()}\n")
 
 
 def is_requeue_of(folder: Path) -> bool:
-    """Return whether this process is a restart of the SLURM job that marked the folder.
-
-    `mark_checkpoints` marks a folder of checkpoints.
-    """
+    """Return whether this process is a restart of the job that called `mark_checkpoints`."""
     file = folder / _JOB_FILE
     if not file.is_file():
         return False
@@ -92,10 +76,8 @@ def _restarts() -> int:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a SLURM command, up to three times if it fails.
-
-    The command runs in a session of its own, so that signals to this process do not reach it.
-    """
+    """Run a SLURM command, up to three times if it fails."""
+    # In a session of its own, signals to this process do not reach the command.
     options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     for wait in (2.0, 8.0, 0.0):
         try:

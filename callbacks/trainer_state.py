@@ -20,7 +20,7 @@ may be empty. If the docstring of a function says "Collective", all ranks must c
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 try:
     import lightning.pytorch as pl
@@ -278,6 +279,13 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             submodule.training = True
 
 
+def register_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
+    """Make `module.state_dict()` call `hook(module, state_dict, prefix, metadata)` at its end."""
+    # The public method exists since torch 2.5, and does not take a bound method.
+    handle: RemovableHandle = module._register_state_dict_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
 # Strategies
 
 
@@ -506,13 +514,8 @@ def importance_weight(density: Tensor) -> Tensor:
     """Return loss weights `1 / (num_bins * p)`, which cancel the density in the expected loss.
 
     If noise levels are sampled from p and losses are multiplied by these weights, the expected loss
-    is the same as with uniformly sampled noise levels.
-
-    Args:
-        density: (num_bins,) density. The function normalizes it to p.
-
-    Returns:
-        (num_bins,) weights.
+    is the same as with uniformly sampled noise levels. The function normalizes the density
+    (num_bins,) to p, and returns weights (num_bins,).
 
     Example:
         >>> importance_weight(torch.tensor([1.0, 3.0]))

@@ -39,12 +39,7 @@ profiles whose widths differ by an eighth have this distance."""
 def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
     """List the names of the averages in a checkpoint, such as "ema_0.999".
 
-    Args:
-        checkpoint: content of the checkpoint.
-        path: path of the file, for error messages.
-
-    Raises:
-        ValueError: if the state of an EMA callback is damaged.
+    If the state of an EMA callback is damaged, a ValueError names the path.
     """
     return [name for names, _ in _named_states(checkpoint, path) for name in names]
 
@@ -100,10 +95,6 @@ def read_power_averages(
 ) -> tuple[int, dict[float, dict[str, Tensor]], dict[int, str]]:
     """Read the averages of PowerEMA in a checkpoint.
 
-    Args:
-        checkpoint: content of the checkpoint.
-        path: path of the file, for error messages.
-
     Returns:
         The number of updates, the averages (width -> parameter name -> average), and the SHA-256 of
         each snapshot (number of updates -> SHA-256). Without `PowerEMA`, the result is (0, {}, {}).
@@ -140,10 +131,7 @@ def _named_states(
 
 
 def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
-    """Write the averages after `step` updates to a file, and return the file's SHA-256.
-
-    The write is atomic: a crash leaves no partial file.
-    """
+    """Write the averages after `step` updates to a file atomically. Return the file's SHA-256."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{width:g}/{name}": value.detach().cpu().contiguous()
@@ -172,7 +160,7 @@ def delete_snapshots_after(folder: Path, step: int) -> int:
 def reconstruct_average(
     folder: Path, width: float, step: int, last: Averages, hashes: Mapping[int, str]
 ) -> dict[str, Tensor]:
-    """Reconstruct the average with a given relative width after `step` updates.
+    """Reconstruct the average with a given relative width after `step` updates, by name.
 
     The result is a linear combination of averages with other widths: the averages after `step`
     updates, and the averages in earlier snapshots.
@@ -183,9 +171,6 @@ def reconstruct_average(
         step: number of updates after which to reconstruct the average.
         last: averages with other widths after `step` updates.
         hashes: SHA-256 of the run's snapshots, by number of updates.
-
-    Returns:
-        The average by parameter name.
 
     Raises:
         ValueError: if the width is invalid or cannot be reconstructed, or if a snapshot is damaged

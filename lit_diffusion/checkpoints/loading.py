@@ -102,17 +102,9 @@ def load_module(
     module: LightningModule | None = None,
     trust: Iterable[str] = (),
 ) -> LoadedModule:
-    """Load a module, and return it together with the content of its checkpoint.
-
-    The arguments are the same as in `load`.
-    """
+    """Load a module as `load` does, and return it with the content of its checkpoint."""
     name = str(path)
     path = checkpoint_file(path)
-    if find_model(name) and not path.exists():
-        raise FileNotFoundError(
-            f"There is no checkpoint at {path}. The folder {name} here hides the packaged model of "
-            "the same name; rename the folder, or work in another one."
-        )
     exported = is_exported(path)
     if exported:
         checkpoint, name = _read_export(path, weights)
@@ -120,12 +112,13 @@ def load_module(
     else:
         try:
             checkpoint = read_checkpoint(path)
-        except ValueError as error:
+        except (FileNotFoundError, ValueError) as error:
             if not find_model(name):
                 raise
-            raise ValueError(
-                f"{error} The file {name} here hides the packaged model of the same name; rename "
-                "the file, or work in another folder."
+            kind = "folder" if os.path.isdir(name) else "file"
+            raise type(error)(
+                f"{error} The {kind} {name} here hides the packaged model of the same name; rename "
+                f"the {kind}, or work in another folder."
             ) from None
     if module is None:
         with limit_parameters(checkpoint["state_dict"]):
@@ -192,11 +185,6 @@ def build_module(
     checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()
 ) -> LightningModule:
     """Build the module that the class paths in a checkpoint describe, with initial weights.
-
-    Args:
-        checkpoint: content of the checkpoint.
-        path: path of the checkpoint.
-        trust: packages and folders to trust, as in `load`.
 
     Raises:
         ValueError: if the checkpoint has no class paths, if a class cannot be built, or if an
@@ -278,8 +266,7 @@ def check_codec_folder(
     folders in `trust` and `settings`.
 
     Args:
-        model: parsed class paths and arguments of the model. Parts of the model may also have
-            codecs, which are checked too.
+        model: parsed class paths and arguments of the model. Its parts may have codecs, too.
         checkpoint: path of the checkpoint.
         trust: folders that codecs may read. Entries without a "/" are packages and are ignored.
         settings: the user's own settings of the model. Codecs may read the folders in them.
@@ -316,9 +303,7 @@ def _folders(settings: Any) -> set[str]:
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
     """Get "class_path" and "init_args" of the module in a checkpoint; None if there are none.
 
-    Args:
-        checkpoint: content of the checkpoint.
-        key: "hyper_parameters" for the module, "datamodule_hyper_parameters" for the data module.
+    The key of the data module is "datamodule_hyper_parameters".
     """
     init_args = dict(checkpoint.get(key) or {})
     class_path = init_args.pop("_class_path", None)
@@ -335,16 +320,10 @@ def read_class_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Load a state_dict into a module.
+    """Load a state_dict that was read from `path` into a module.
 
-    Args:
-        module: the module.
-        state: the state_dict.
-        path: path from which the state_dict was read, for error messages.
-
-    Raises:
-        ValueError: if the weights do not fit. The module is then unchanged, and the message lists
-            the first three differences.
+    If the weights do not fit, a ValueError lists the first three differences, and the module is
+    unchanged.
     """
     refuse_other_dtypes(module, state, path)
     try:
@@ -376,11 +355,6 @@ def refuse_other_dtypes(
     """Raise ValueError if torch would silently cast weights to a different kind of dtype.
 
     The kinds are floating-point, complex, bool and integer.
-
-    Args:
-        module: the module.
-        state: state_dict to load into it.
-        path: path from which the state_dict was read, for error messages.
     """
     for name, expected in module.state_dict().items():
         value = state.get(name)

@@ -138,15 +138,14 @@ def _explain_read_errors(path: Path) -> Iterator[None]:
 
 
 def read_step(path: str | Path) -> int:
-    """Read after how many optimizer steps a checkpoint was written; -1 if unknown.
+    """Read after how many optimizer steps a checkpoint was written, without its tensors.
 
-    The function does not read the tensors.
+    The result is -1 if the step is unknown.
     """
     try:
         file = Path(path) / "meta.pt" if is_checkpoint_folder(Path(path)) else Path(path)
-        step = torch.load(check_regular(file), map_location="cpu", weights_only=True, mmap=True)[
-            "global_step"
-        ]
+        content = torch.load(check_regular(file), map_location="cpu", weights_only=True, mmap=True)
+        step = content["global_step"]
     except Exception:  # torch raises many types for a broken file
         return -1
     return step if isinstance(step, int) else -1
@@ -216,11 +215,7 @@ def _describe(value: Any) -> str:
 
 
 def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Check that a checkpoint contains not only weights, but all that is needed to resume a run.
-
-    Raises:
-        ValueError: if entries are missing. The message lists them.
-    """
+    """Raise ValueError if a checkpoint lacks entries that are needed to resume a run."""
     if missing := [name for name in _RUN_ENTRIES if name not in checkpoint]:
         raise ValueError(
             f"{path} has no {', '.join(missing)}, so no run can be resumed from it; resume from a "
@@ -230,17 +225,10 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that raises if a module gets far more parameters than a state_dict has.
+    """Context that raises a ValueError if a module gets far more parameters than a state_dict has.
 
     A malicious checkpoint can describe a network that needs more memory than the machine has.
-    Therefore, the context manager counts parameters as a module registers them.
-
-    Args:
-        state: the state_dict of the checkpoint.
-
-    Raises:
-        ValueError: as soon as the module's parameters exceed the limit. The limit is four times
-            the size of `state`, plus a constant.
+    Therefore, the context counts parameters as a module registers them.
     """
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     # The limits are loose, because parametrizations and replaced layers register parameters again.

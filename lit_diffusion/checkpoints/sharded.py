@@ -44,13 +44,7 @@ from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.checkpoints.reading import is_count, read_checkpoint, strip_compile_prefix
 from lit_diffusion.checkpoints.saving import explain_write_errors, plain_checkpoint, save_plain
 from lit_diffusion.distributed import call_on_rank_zero
-from lit_diffusion.files import (
-    check_archive,
-    check_regular,
-    is_checkpoint_folder,
-    remove,
-    replace,
-)
+from lit_diffusion.files import check_archive, check_regular, is_checkpoint_folder, remove, replace
 from lit_diffusion.signals import defer_signals
 
 Keys = tuple[Any, ...]
@@ -181,16 +175,9 @@ def fill(
 ) -> dict[str, Any]:
     """Load the data of the sharded tensors into a checkpoint that was read from meta.pt.
 
-    With `parameters=None`, the result equals a checkpoint that was saved to a single file. If the
-    folder is damaged, the function may raise an error of any type.
-
-    Args:
-        checkpoint: content of meta.pt.
-        folder: folder of the checkpoint.
-        shapes_only: whether to load zeros, which take no memory, instead of the data.
-        parameters: sharded parameters (DTensor) by name. The weights, averages and optimizer state
-            of a parameter are then sharded in the same way as the parameter, and all ranks must
-            call this function. None loads every tensor in full.
+    `read_checkpoint` describes `shapes_only` and `parameters`. With `parameters=None`, the result
+    equals a checkpoint that was saved to a single file. If the folder is damaged, the function may
+    raise an error of any type.
     """
     reader = _Reader(folder)
     tensors: dict[str, Tensor] = {}
@@ -245,11 +232,7 @@ class _Place(NamedTuple):
 
 
 class _Reader(FileSystemReader):
-    """Reader of the files of torch.distributed.checkpoint in a folder, which checks them first.
-
-    Attributes:
-        metadata: content of `.metadata`.
-    """
+    """Reader of the files of torch.distributed.checkpoint in a folder, which checks them first."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -292,12 +275,9 @@ class _Record:
         self.state = state
 
 
+# Not the unpickler in C, which would allocate as much memory for objects as a file asks for.
 class _Unpickler(pickle._Unpickler):
-    """Unpickler of a `.metadata` file that runs no code of the file's choice.
-
-    The class extends the unpickler in Python, because the unpickler in C would allocate as much
-    memory for objects as a file asks for.
-    """
+    """Unpickler of a `.metadata` file that runs no code of the file's choice."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a dtype, `torch.Size`, or the placeholder `_Record`."""

@@ -10,11 +10,7 @@ from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks import LossDensity, LossSecondMomentResampler
 from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
-from lit_diffusion.callbacks.loss_resampler import (
-    LossHistory,
-    second_moment_density,
-    update_history,
-)
+from lit_diffusion.callbacks.loss_resampler import LossHistory, update_history
 
 CASE = "case05_resampler"
 
@@ -24,6 +20,10 @@ def after_rounds(n):
     for ts, losses in zip(load(CASE)["ts"][:n], load(CASE)["losses"][:n], strict=True):
         history = update_history(history, torch.from_numpy(ts), torch.from_numpy(losses))
     return history
+
+
+def second_moment_density(history, uniform_prob=0.001):
+    return LossSecondMomentResampler(*history.losses.shape, uniform_prob).density(history)
 
 
 def oldest_first(history):
@@ -74,6 +74,12 @@ def test_every_bin_keeps_its_share_of_uniform_draws():
     history = LossHistory(torch.tensor([[0.0], [0.0], [5.0]]).double(), torch.ones(3).long())
     close(second_moment_density(history, 0.3), torch.tensor([0.1, 0.1, 0.8]))
     close(second_moment_density(history, 1.0), torch.full((3,), 1 / 3).double())
+
+
+@pytest.mark.parametrize("kind", [LossSecondMomentResampler, LossDensity])
+def test_losses_that_are_all_0_leave_the_density_uniform(kind):
+    history = LossHistory(torch.zeros(3, 2).double(), torch.tensor([2, 2, 2]))
+    assert kind(3, history=2).density(history).tolist() == [1, 1, 1]
 
 
 # On a module
@@ -222,5 +228,3 @@ def test_draws_are_in_proportion_to_mean_losses_once_all_are_known():
     torch.testing.assert_close(callback.density(full), expected)
     partly = LossHistory(losses, torch.tensor([2, 1, 2]))
     assert callback.density(partly).tolist() == [1, 1, 1]
-    none = LossHistory(torch.zeros(3, 2).double(), torch.tensor([2, 2, 2]))
-    assert callback.density(none).tolist() == [1, 1, 1]

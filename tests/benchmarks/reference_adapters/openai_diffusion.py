@@ -14,11 +14,8 @@ from support.toy import CountedNoise
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lit_diffusion.callbacks.loss_resampler import (
-    LossHistory,
-    second_moment_density,
-    update_history,
-)
+from lit_diffusion.callbacks import LossSecondMomentResampler
+from lit_diffusion.callbacks.loss_resampler import LossHistory, update_history
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, posterior
 from lit_diffusion.grids import Sections, Stride
 from lit_diffusion.interchange.exported import build_network
@@ -202,12 +199,13 @@ def resampler(lib: Library, draw: Random) -> float:
     diffusion.num_timesteps = num
     with patch.dict(vars(np), int=int):  # which numpy had when it was written
         theirs = lib.resample.LossSecondMomentResampler(diffusion, size, share)
+    ours = LossSecondMomentResampler(num, size, share)
     history, pairs = LossHistory.empty(num, size), []
     for _ in range(60):
         t, values = torch.randint(num, (16,)), torch.rand(16) ** 3
         theirs.update_with_all_losses(t.tolist(), values.tolist())
         history = update_history(history, t, values)
-        pairs.append((second_moment_density(history, share), theirs.weights()))
+        pairs.append((ours.density(history), theirs.weights()))
     return worst(*pairs)
 
 
