@@ -29,6 +29,8 @@ from .trainer_state import (
     distribute_like,
     first_nonfinite,
     gather_state,
+    is_count,
+    is_dense_tensor,
     is_dtensor,
     is_state_init_step,
     isinstance_lightning,
@@ -40,6 +42,7 @@ from .trainer_state import (
     reshard,
     saves_split_tensors,
     should_log,
+    strip_compile_prefix,
 )
 
 try:
@@ -184,32 +187,21 @@ def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
     numbers = decays if isinstance(decays, list | tuple) else ()
     if not numbers or any(type(d) not in (int, float) or not 0 <= d < 1 for d in numbers):
         raise ValueError(f"its decays must be numbers in [0, 1), and are {decays!r:.50}")
-    if not (isinstance(steps, dict) and all(map(_is_count, steps.values()))):
+    if not (isinstance(steps, dict) and all(map(is_count, steps.values()))):
         raise ValueError(f"its steps must be counts by name, and are {steps!r:.50}")
     if not (isinstance(shadows, list | tuple) and len(shadows) == len(decays)):
         raise ValueError("it must hold averages for each decay")
     if not all(isinstance(shadow, dict) and shadow.keys() == steps.keys() for shadow in shadows):
         raise ValueError("it must hold an average of each parameter for each decay")
     for name, value in chain.from_iterable(shadow.items() for shadow in shadows):
-        if not _is_dense_of_real_numbers(value):
+        if not (is_dense_tensor(value) and (value.is_floating_point() or value.is_complex())):
             raise ValueError(f"its average of {name} is not of real numbers")
         if (value.shape, value.dtype) != (shadows[0][name].shape, shadows[0][name].dtype):
             raise ValueError(f"its averages of {name} differ in shape or type")
     hashes = state.get("snapshots", {})  # PowerEMA: step -> SHA-256
-    is_table = isinstance(hashes, dict) and all(map(_is_count, hashes))
+    is_table = isinstance(hashes, dict) and all(map(is_count, hashes))
     if not (is_table and all(isinstance(text, str) for text in hashes.values())):
         raise ValueError(f"its snapshots must be hashes by step, and are {hashes!r:.50}")
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _is_dense_of_real_numbers(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided:
-        return False
-    is_odd = value.is_nested or value.is_quantized or value.is_meta
-    return not is_odd and (value.is_floating_point() or value.is_complex())
 
 
 # The callback
@@ -554,13 +546,13 @@ class EMA(pl.Callback):
         """All parameters and buffers, by name without the prefix of torch.compile."""
         assert self._module is not None
         reshard(self._module)
-        named = chain(self._module.named_buffers(), self._module.named_parameters())
-        return {_plain_name(name): tensor for name, tensor in named}
+        params = dict[str, Tensor](self._module.named_parameters())
+        return strip_compile_prefix(dict(self._module.named_buffers()) | params)
 
     def _averaged_tensors(self) -> dict[str, Tensor]:
         """Parameters under the prefix and, if `buffers` is set, buffers to average."""
         assert self._module is not None
-        params = {_plain_name(name): param for name, param in self._module.named_parameters()}
+        params = strip_compile_prefix(dict(self._module.named_parameters()))
         averaged = {name: param for name, param in params.items() if _is_under(name, self.prefix)}
         if not averaged:
             children = sorted({name.split(".")[0] for name in params})
@@ -578,8 +570,8 @@ class EMA(pl.Callback):
         assert self._module is not None
         if not self.buffers:
             return {}
-        saved = {_plain_name(name) for name in self._module.state_dict()}
-        buffers = {_plain_name(name): buffer for name, buffer in self._module.named_buffers()}
+        saved = strip_compile_prefix(self._module.state_dict())
+        buffers = strip_compile_prefix(dict(self._module.named_buffers()))
         return {
             name: buffer
             for name, buffer in buffers.items()
@@ -653,10 +645,7 @@ class EMA(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """Key of the state in `checkpoint["callbacks"]`.
-
-        The key does not contain the decays, because the decays may change on resume.
-        """
+        """Key of the state, without the decays, because they may change on resume."""
         return f"{type(self).__qualname__}{ {'prefix': self.prefix} }"
 
     def state_dict(self) -> dict[str, Any]:
@@ -691,11 +680,8 @@ class EMA(pl.Callback):
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Raise an error for unsupported strategies and overlapping EMAs.
-
-        Lightning loads checkpoints after this hook.
-        """
-        self._loaded = {}
+        """Raise an error for unsupported strategies and overlapping EMAs."""
+        self._loaded = {}  # Lightning loads checkpoints after this hook
         refuse_strategy(trainer, "EMA")
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if not isinstance(other, EMA) or other is self:
@@ -785,10 +771,6 @@ class EMA(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remove the optimizer hooks."""
         self._remove_hooks()
-
-
-def _plain_name(name: str) -> str:
-    return name.replace("_orig_mod.", "")
 
 
 def _is_under(name: str, prefix: str) -> bool:

@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lit_diffusion.callbacks.trainer_state import (
     confirm_updates,
@@ -104,10 +104,7 @@ class PeriodicEvaluation(Callback, ABC):
         """Names of the metrics that a fit logs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Set `folder`. Raise ValueError if Lightning's callback WeightAveraging is in use.
-
-        This callback cannot detect when WeightAveraging swaps the weights.
-        """
+        """Set `folder`. Raise ValueError if Lightning's callback WeightAveraging is in use."""
         self.folder = Path(output_folder(trainer))
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance_lightning(other, WeightAveraging):
@@ -118,12 +115,7 @@ class PeriodicEvaluation(Callback, ABC):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise ValueError if this callback would never run, or too rarely for a monitor.
-
-        If `every_n_steps` is None, the fit must have a validation. If it is a number, no other
-        callback may monitor a metric of this callback, because monitors need the metric at each
-        validation.
-        """
+        """Raise ValueError if this callback would never run, or too rarely for a monitor."""
         name = type(self).__name__
         if self.every_n_steps is None and not trainer.enable_validation:
             raise ValueError(
@@ -270,29 +262,20 @@ def check_images(images: Tensor, num: int) -> None:
 # Images of the data
 
 
-def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
-    """Return the first DataLoader whose data set can be indexed by sample, or None.
+def indexed_loader(loaders: Any) -> "tuple[DataLoader[Any], Any] | None":
+    """Return the first DataLoader whose samples can be indexed, and these samples, or None.
 
     The function skips loaders of an IterableDataset, because it cannot be indexed. It also skips
-    loaders with `batch_size=None`, because each item of their data sets is a whole batch.
+    loaders with `batch_size=None`, because each item of their data sets is a whole batch. From a
+    data set with a `SubsetRandomSampler`, it returns the subset.
     """
     for loader in CombinedLoader(loaders).flattened:
         has_items = isinstance(loader, DataLoader) and loader.batch_sampler is not None
         if has_items and not isinstance(loader.dataset, IterableDataset):
-            return loader  # type: ignore[no-any-return]
+            indices = getattr(undivided_sampler(loader), "indices", None)
+            items = loader.dataset if indices is None else Subset(loader.dataset, list(indices))
+            return loader, items
     return None
-
-
-def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
-    """Return the data set of a loader, or the subset that its `SubsetRandomSampler` draws from.
-
-    Example:
-        >>> sampler = torch.utils.data.SubsetRandomSampler([2, 0])
-        >>> list(indexed_items(DataLoader(["a", "b", "c"], sampler=sampler)))
-        ['c', 'a']
-    """
-    indices = getattr(undivided_sampler(loader), "indices", None)
-    return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
 
 
 def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageSet | None:
@@ -318,10 +301,9 @@ def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageS
         "val": trainer.val_dataloaders,
         "test": trainer.test_dataloaders,
     }
-    loader = indexed_loader(loaders[split])
-    if loader is None:
+    if (indexed := indexed_loader(loaders[split])) is None:
         return None
-    items = indexed_items(loader)
+    loader, items = indexed
     return ImageSet(split, items, loader.collate_fn, loader.num_workers, key=where)
 
 
@@ -360,13 +342,12 @@ def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedIm
     iterating over the Trainer's loader in the middle of an epoch would restart the loader's
     persistent workers.
     """
-    loader = indexed_loader(loaders)
-    if loader is None:
+    if (indexed := indexed_loader(loaders)) is None:
         raise ValueError(
             "NoiseLevelLoss and GradientDiagnostics need a DataLoader over a data set with "
             "indices, to read the same images every time; remove these callbacks for streamed data."
         )
-    items: Any = indexed_items(loader)
+    loader, items = indexed
     indices = evenly_spaced(len(items), num)
     options: Any = {"batch_size": 256, "sampler": indices, "collate_fn": loader.collate_fn}
     with isolate_rng():  # a DataLoader consumes a random number

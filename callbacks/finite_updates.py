@@ -54,10 +54,7 @@ class _MicroBatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)  # tensors returned by training_step
 
     def flags(self) -> Tensor:
-        """Return two flags on the device: one for a non-finite loss, one for a non-finite gradient.
-
-        The flags are a float tensor of shape (2,). Each flag is 1 or 0.
-        """
+        """Return flags of a non-finite loss and a non-finite gradient, (2,) float on the device."""
         bad_gradient = None if self.gradients is None else self.gradients[0].any()
         flags = [
             torch.zeros((), dtype=torch.bool, device=self.device) if flag is None else flag
@@ -454,10 +451,7 @@ def _grad_scaler(trainer: pl.Trainer) -> Any:
 
 
 def _check_gradients(optimizers: Sequence[Optimizer]) -> tuple[Tensor, list[nn.Parameter]] | None:
-    """Return (N,) bool flags, True for non-finite gradients, and the N parameters.
-
-    Returns None if no parameter has a gradient.
-    """
+    """Return (N,) bool flags of non-finite gradients, and the N parameters; None if N is 0."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     params = [param for group in groups for param in group["params"] if param.grad is not None]
     return (is_nonfinite([param.grad for param in params]), params) if params else None
@@ -519,11 +513,7 @@ def _save_batch(
 
 
 def _plain_copy(value: Any) -> Any:
-    """Copy nested containers, with all tensors on the CPU.
-
-    Raises:
-        TypeError: if a value is neither a tensor nor a plain builtin.
-    """
+    """Copy nested tensors to the CPU. Raise TypeError if a value is no tensor or plain builtin."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -54,10 +54,6 @@ def random_halves(num: int) -> Tensor:
 
     Returns:
         (2, num // 2) int64 indices.
-
-    Example:
-        >>> random_halves(4).flatten().sort().values
-        tensor([0, 1, 2, 3])
     """
     order = torch.randperm(num, generator=torch.Generator().manual_seed(0))
     return order[: num // 2 * 2].view(2, -1)

@@ -63,11 +63,7 @@ def information_weight(levels: NoiseLevels) -> Tensor:
     Each bin is divided into `PARTS` parts, and each part has one factor. For the best possible
     network, the factor times the squared error of the velocity is the change of the mutual
     information of x_t and x0 from one end of the part to the other. For any other network, this
-    product is the term of the part in the variational bound on the likelihood. The squared error of
-    the velocity is `1 + SNR` times the squared error of x0.
-
-    Args:
-        levels: noise levels of the bins.
+    product is the term of the part in the variational bound on the likelihood.
 
     Returns:
         (num_bins, PARTS) float64, in nats per dimension of x0: half of the change of the SNR over a

@@ -153,10 +153,7 @@ class LossBasedDensity(TimestepWriter):
         return torch.where(full, mixed, torch.ones_like(mixed))
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """Return the density of the losses so far.
-
-        If `writes` contains "timestep_weight", also return the importance weight of the density.
-        """
+        """Return the density of the losses so far, and its importance weight if it is written."""
         self._state = self._state.to(device)
         density = self.density(self._state)
         is_reweighted = "timestep_weight" in self.writes

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .trainer_state import (
+    is_count,
     is_state_init_step,
     refuse_split_weights,
     refuse_strategy,
@@ -333,7 +334,7 @@ class MomentumDecay(pl.Callback):
         total: Any = state_dict.get("total_steps")
         steps: Any = state_dict.get("steps")
         numbers = [total, *steps] if isinstance(steps, list) else [None]
-        if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers) or not total:
+        if not all(map(is_count, numbers)) or not total:
             raise ValueError(
                 f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
                 f"1 or more, got {total!r:.50}; steps must be a list of counts, got {steps!r:.50}."

@@ -103,11 +103,7 @@ class PowerEMA(EMA):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore averages and hashes.
-
-        Raises:
-            ValueError: if `widths` contains a width that the checkpoint does not have.
-        """
+        """Restore averages and hashes. Raise ValueError if the checkpoint lacks a width."""
         super().load_state_dict(state_dict)
         self._hashes = dict(state_dict.get("snapshots", {}))
         saved = state_dict.get("decays", self.decays)

@@ -1,8 +1,9 @@
 """Functions that tell callbacks more about a running fit than Lightning's public API does.
 
 The functions read the progress of a fit, check strategies and optimizers, gather tensors that are
-split over ranks, and find tensors with NaN or infinite entries. The class `TimestepWriter` is the
-base class of callbacks that control at which noise levels a module trains.
+split over ranks, find tensors with NaN or infinite entries, and check values in checkpoints. The
+class `TimestepWriter` is the base class of callbacks that control at which noise levels a module
+trains.
 
 The callbacks in ema.py, momentum_decay.py, curriculum.py, loss_resampler.py and finite_updates.py
 depend only on this file, torch and Lightning. To use one of these callbacks in your own package,
@@ -491,19 +492,39 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
     return int(flags.nonzero()[0]) if flags.any() else None
 
 
+# Values in checkpoints
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an int (not a bool) in `[0, 2**63)`."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_dense_tensor(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor that can be copied into a parameter."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    return not (value.is_nested or value.is_quantized or value.is_meta)
+
+
+def strip_compile_prefix(state: Mapping[str, T]) -> dict[str, T]:
+    """Remove the prefix `_orig_mod.` that torch.compile adds to names of parameters and buffers."""
+    return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+
+
 # Noise levels, set on the module for the length of a batch
 
 
 class Timesteps(NamedTuple):
     """Values of the two module attributes through which callbacks control the noise levels.
 
-    A noise level is a number u in [0, 1]. This interval is divided into num_bins equal bins.
+    A noise level is a number u in [0, 1]. This interval is divided into num_bins equal bins. The
+    value of an attribute that the callback does not set is None.
 
     Attributes:
-        timestep_density: (num_bins,) density from which the module samples noise levels. None if
-            the callback does not set this attribute.
+        timestep_density: (num_bins,) density from which the module samples noise levels.
         timestep_weight: (num_bins,) loss weights. The module multiplies each loss by the weight of
-            the bin that contains the noise level. None if the callback does not set this attribute.
+            the bin that contains the noise level.
     """
 
     timestep_density: Tensor | None = None

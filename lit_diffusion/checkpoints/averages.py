@@ -51,14 +51,13 @@ def select_weights(
 
     Args:
         checkpoint: content of the checkpoint.
-        weights: name of the weights: "raw" for the trained weights, "ema" for the first average, or
-            the name of an average. If the run used `PowerEMA`, the name can also be "power_<width>"
-            with any width that can be reconstructed from snapshots.
+        weights: "raw" for the trained weights, "ema" for the first average, or the name of an
+            average. If the run used `PowerEMA`, the name can also be "power_<width>" with any width
+            that can be reconstructed from snapshots.
         path: path of the checkpoint. Snapshots are read from its run folder.
 
     Returns:
-        The full name of the weights, and the averages by parameter name. For "raw", there are no
-        averages.
+        The full name of the weights, and the averages by parameter name, which are {} for "raw".
 
     Raises:
         ValueError: if the checkpoint does not have the requested weights. The message lists the

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lit_diffusion.callbacks.trainer_state import strip_compile_prefix
 from lit_diffusion.checkpoints.averages import select_weights
 from lit_diffusion.checkpoints.reading import (
     Checkpoint,
@@ -24,7 +25,6 @@ from lit_diffusion.checkpoints.reading import (
     limit_parameters,
     number_kind,
     read_checkpoint,
-    strip_compile_prefix,
 )
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.config.trust import allow_class_paths
@@ -229,12 +229,6 @@ def instantiate(
 
     Raises:
         ValueError: if the descriptions are invalid, or if `check` or a constructor raises an error.
-
-    Example:
-        >>> from lit_diffusion.protocols import Process
-        >>> spec = {"class_path": "lit_diffusion.processes.VE", "init_args": {"sigma_max": 50.0}}
-        >>> instantiate([spec], Process, trust=(), path="network.json")
-        VE(sigma_min=0.02, sigma_max=50.0)
     """
     parser = ArgumentParser(exit_on_error=False)
     with allow_class_paths(trust):

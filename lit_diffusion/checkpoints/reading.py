@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lit_diffusion.callbacks.trainer_state import find_dtensor
+from lit_diffusion.callbacks.trainer_state import find_dtensor, is_count, is_dense_tensor
 from lit_diffusion.config.renamed import rename_checkpoint
 from lit_diffusion.files import check_archive, check_regular, is_checkpoint_folder
 
@@ -59,13 +59,6 @@ def read_checkpoint(
         ValueError: if a file is damaged, if it is not a checkpoint, if it contains pickled code, if
             it contains only one rank's shard of a tensor, if a folder contains no checkpoint, or if
             a folder is replaced while it is read. The message gives the path and the reason.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> path = Path(mkdtemp()) / "tiny.ckpt"
-        >>> torch.save({"state_dict": {"weight": torch.ones(2)}, "global_step": 5}, path)
-        >>> read_checkpoint(path)["global_step"]
-        5
     """
     path = Path(path)
     is_folder = is_checkpoint_folder(path)
@@ -171,7 +164,7 @@ def check_content(checkpoint: Any) -> None:
             _check_settings(settings, name)
     _check_progress(checkpoint.get("loops", {}))
     for name, value in checkpoint["state_dict"].items():
-        if not (_is_dense_tensor(value) or name.endswith("_extra_state")):
+        if not (is_dense_tensor(value) or name.endswith("_extra_state")):
             raise ValueError(f"its weight {name} is not a dense tensor, but {_describe(value)}")
 
 
@@ -253,11 +246,6 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
         handle.remove()
 
 
-def is_count(value: Any) -> bool:
-    """Return whether a value is an int (not a bool) in `[0, 2**63)`."""
-    return type(value) is int and 0 <= value < 2**63
-
-
 def is_plain(value: Any) -> bool:
     """Return whether a value is None, bool, int, float, str, or a dict, list or tuple of these."""
     if isinstance(value, dict):
@@ -267,26 +255,12 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def _is_dense_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor that can be copied into a parameter."""
-    return (
-        isinstance(value, Tensor)
-        and value.layout is torch.strided
-        and not (value.is_nested or value.is_quantized or value.is_meta)
-    )
-
-
 def number_kind(tensor: Tensor) -> tuple[bool, bool, bool]:
     """Return the kind of a tensor's dtype as (is floating-point, is complex, is bool).
 
     The kind matters because `load_state_dict` silently casts weights from one kind to another.
     """
     return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
-
-
-def strip_compile_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefix `_orig_mod.` that torch.compile adds to names in a state_dict."""
-    return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
 def explain_unreadable(error: Exception) -> str:

@@ -72,13 +72,6 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     waiting for the file. To load the weights with any number of ranks, call
     `torch.distributed.checkpoint.state_dict.set_model_state_dict` with
     `StateDictOptions(full_state_dict=True)`.
-
-    Example:
-        >>> from tempfile import mkdtemp
-        >>> path = Path(mkdtemp()) / "tiny.ckpt"
-        >>> write_checkpoint({"state_dict": {"weight": torch.ones(2)}}, path)
-        >>> torch.load(path, weights_only=True)
-        {'state_dict': {'weight': tensor([1., 1.])}}
     """
     gathered = gather_state(checkpoint)
     if gathered or not checkpoint:
@@ -92,10 +85,6 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: if the checkpoint contains a sharded tensor (DTensor).
-
-    Example:
-        >>> plain_checkpoint({"state_dict": {}, "hyper_parameters": {"network": print}})
-        {'state_dict': {}, 'hyper_parameters': {}}
     """
     if split_tensor := find_dtensor(checkpoint):
         raise TypeError(

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-from lit_diffusion.callbacks.trainer_state import is_dtensor
-from lit_diffusion.checkpoints.reading import is_count, read_checkpoint, strip_compile_prefix
+from lit_diffusion.callbacks.trainer_state import is_count, is_dtensor, strip_compile_prefix
+from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import explain_write_errors, plain_checkpoint, save_plain
 from lit_diffusion.distributed import call_on_rank_zero
 from lit_diffusion.files import check_archive, check_regular, is_checkpoint_folder, remove, replace
@@ -121,7 +121,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
     def strip(keys: Keys, tensor: Tensor) -> Tensor:
         if not is_dtensor(tensor):
             return tensor
-        split[_name(keys)] = tensor
+        split[".".join(map(str, keys))] = tensor
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def prepare() -> None:
@@ -155,10 +155,6 @@ def _map_tensors(value: Any, function: Callable[[Keys, Tensor], Tensor], keys: K
     return value
 
 
-def _name(keys: Keys) -> str:
-    return ".".join(map(str, keys))
-
-
 def _first_failure(error: CheckpointException) -> BaseException:
     """Return the exception of the lowest rank that failed."""
     return error.failures[min(error.failures)][0]
@@ -185,7 +181,8 @@ def fill(
     def allocate(keys: Keys, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        entry: Any = reader.metadata.state_dict_metadata.get(name := _name(keys))
+        name = ".".join(map(str, keys))
+        entry: Any = reader.metadata.state_dict_metadata.get(name)
         if entry is None or (entry.size, entry.properties.dtype) != (tensor.shape, tensor.dtype):
             raise ValueError(
                 f"{folder / '.metadata'} does not list {name} with the shape and dtype in meta.pt"

@@ -13,8 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_diffusion.callbacks.trainer_state import loaded_checkpoint
-from lit_diffusion.checkpoints.reading import is_count
+from lit_diffusion.callbacks.trainer_state import is_count, loaded_checkpoint
 
 ChangedSettings = Mapping[str, tuple[Any, Any]]
 """Dotted name of a setting -> (value in the checkpoint, present value)."""

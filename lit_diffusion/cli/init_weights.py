@@ -8,9 +8,10 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lit_diffusion.callbacks.trainer_state import strip_compile_prefix
 from lit_diffusion.checkpoints.averages import average_names, select_weights
 from lit_diffusion.checkpoints.loading import checkpoint_file, model_spec, split_weights_suffix
-from lit_diffusion.checkpoints.reading import number_kind, read_checkpoint, strip_compile_prefix
+from lit_diffusion.checkpoints.reading import number_kind, read_checkpoint
 from lit_diffusion.cli.changed_settings import differences
 from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_exported
 

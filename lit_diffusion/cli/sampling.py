@@ -12,7 +12,7 @@ from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.callbacks.progress import format_speed
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
-from lit_diffusion.checkpoints.reading import is_count
+from lit_diffusion.callbacks.trainer_state import is_count
 from lit_diffusion.cli.generator import ImageGenerator
 from lit_diffusion.cli.trajectory import write_trajectory
 from lit_diffusion.files import atomic_write, atomic_write_text, check_regular

@@ -8,7 +8,7 @@ from support.pictures_module import Stripes, pictures
 from support.pixels import random_images
 from support.plain_module import PlainModule, make_trainer
 from support.rising import Rising, loader, trainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
 from lit_diffusion.callbacks import SampleGrid
 from lit_diffusion.callbacks.evaluation import (
@@ -171,7 +171,9 @@ def test_streams_and_ready_made_batches_have_no_indices():
             return iter([1])
 
     stream, indexed = DataLoader(Stream()), pictures()
-    assert indexed_loader({"a": stream, "b": [indexed]}) is indexed
+    assert indexed_loader({"a": stream, "b": [indexed]}) == (indexed, indexed.dataset)
+    part = DataLoader(["a", "b", "c"], sampler=SubsetRandomSampler([2, 0]))
+    assert list(indexed_loader(part)[1]) == ["c", "a"]
     for loaders in ([stream], None, DataLoader(Stripes(), batch_size=None)):
         assert indexed_loader(loaders) is None
     with pytest.raises(ValueError, match="with indices"):
