@@ -757,14 +757,10 @@ class EMA(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Swap back the raw weights, and remove the hooks.
-
-        If a FloatingPointError stops the run, the number of skipped updates is subtracted from the
-        step counts.
-        """
+        """Swap back the raw weights, and remove the hooks."""
         self._activate(RAW)
         self._remove_hooks()
-        if isinstance(exception, FloatingPointError):
+        if isinstance(exception, FloatingPointError):  # the device has skipped the last updates
             for group in self._groups:
                 group.steps, group.skipped = group.steps - int(group.skipped), 0.0
 

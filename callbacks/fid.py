@@ -369,11 +369,7 @@ class FIDEvaluation(PeriodicEvaluation):
         clock: EvaluationClock,
         seeds: range,
     ) -> list[int]:
-        """Generate this process's share of the samples, and add their features to `samples`.
-
-        Returns:
-            All seeds, on any process, whose samples or features are not finite.
-        """
+        """Add this process's share of the samples. Return the non-finite seeds of all processes."""
         flags = torch.zeros(len(seeds), dtype=torch.int64, device=module.device)
         share = seeds[trainer.global_rank :: trainer.world_size]
         for start in range(0, math.ceil(len(seeds) / trainer.world_size), self.batch_size):

@@ -155,10 +155,7 @@ class MomentumDecay(pl.Callback):
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """Return the options that replace the options of a param group during one update.
-
-        `step` is the number of updates completed before this update.
-        """
+        """Return the options of a param group during the update after `step` completed updates."""
         beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:
@@ -327,10 +324,7 @@ class MomentumDecay(pl.Callback):
         return {"total_steps": self._total_steps, "steps": list(self._steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load total_steps and step counts.
-
-        Lightning's lr finder also calls this method during a fit.
-        """
+        """Load total_steps and step counts. Lightning's lr finder also does this during a fit."""
         total: Any = state_dict.get("total_steps")
         steps: Any = state_dict.get("steps")
         numbers = [total, *steps] if isinstance(steps, list) else [None]

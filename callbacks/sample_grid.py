@@ -182,10 +182,7 @@ class SampleGrid(PeriodicEvaluation):
     def _read_images(
         self, train: ImageSet | None, val: ImageSet | None, shape: tuple[int, ...]
     ) -> None:
-        """Read the training and held-out images with which samples are compared.
-
-        If the data module implements `HasSplits`, the images are not augmented.
-        """
+        """Read the training and held-out images with which samples are compared."""
 
         def read(images: ImageSet | None, most: int, consequence: str) -> Tensor | None:
             try:

@@ -159,11 +159,8 @@ class SaveOnSignal(AccumulationTracker, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Restore the signal handlers, unless the process ends because a checkpoint was saved.
-
-        After a save, further signals remain ignored, because they could change the exit code.
-        """
-        if not isinstance(exception, SavedOnSignal):
+        """Restore the signal handlers, unless the process ends because a checkpoint was saved."""
+        if not isinstance(exception, SavedOnSignal):  # else a signal could change the exit code
             self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Trainer) -> None:
@@ -209,17 +206,11 @@ class _MaxReducer:
         return maximum
 
     def reduce(self, number: int) -> int:
-        """Return the maximum over all ranks and over the numbers of this and the previous call.
-
-        This call waits for the other ranks. If there is only one rank, it returns `number`.
-        """
+        """Wait for the other ranks. Return the maximum over ranks, of this and the last call."""
         return max(self.reduce_async(number), self._wait()) if self._group else number
 
     def close(self) -> None:
-        """Wait for the other ranks and destroy the process group.
-
-        If the group is still open when the process exits, torch may abort.
-        """
+        """Wait for the other ranks and destroy the group. If it stays open, torch may abort."""
         if self._group is not None:
             self.reduce(0)
             dist.destroy_process_group(self._group)

@@ -38,11 +38,7 @@ _KINDS = {
 
 
 def user_cache() -> Path:
-    """Return the folder for cached results.
-
-    The folder is `$XDG_CACHE_HOME/lit-diffusion`, or `~/.cache/lit-diffusion` if the variable is
-    not set.
-    """
+    """Return `$XDG_CACHE_HOME/lit-diffusion`, or `~/.cache/lit-diffusion` without the variable."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit-diffusion"
 
 
@@ -226,13 +222,8 @@ def check_option_values(options: Iterable[str]) -> None:
     """Check that no value of a command-line option is the path of a pipe, socket or device.
 
     If an option expects a class and its value is an existing path, jsonargparse opens the path to
-    read a config file. Reading a pipe or device could take forever.
-
-    Args:
-        options: arguments of the command line: `--NAME=VALUE`, or `--NAME` and then `VALUE`.
-
-    Raises:
-        ValueError: if a value is the path of a pipe, socket or device. The message names the path.
+    read a config file. Reading a pipe or device could take forever. The options have the form
+    `--NAME=VALUE`, or `--NAME` and then `VALUE`.
     """
     for option in options:
         value = option.partition("=")[2] if option.startswith("--") else option
@@ -280,9 +271,6 @@ def check_archive(file: Path | BytesIO) -> None:
     The function reads the whole file, at about the speed of the disk. If the file is not a zip
     archive, the function does nothing.
 
-    Args:
-        file: path of the file, or its content.
-
     Raises:
         ValueError, zipfile.BadZipFile: if the file is damaged. The message has the reason, but not
             the path of the file.
@@ -310,9 +298,6 @@ def check_archive(file: Path | BytesIO) -> None:
 
 def open_image(source: Path | BytesIO) -> "Image":
     """Open an image in one of the formats `IMAGE_FORMATS`, and read only the header of the file.
-
-    Args:
-        source: path of the file, or its content.
 
     Raises:
         ValueError: if `source` is the path of a folder, pipe or device.

@@ -145,10 +145,9 @@ def read_step(path: str | Path) -> int:
 
 
 def check_content(checkpoint: Any) -> None:
-    """Check that a checkpoint has a state_dict, and that its entries have the expected types.
+    """Raise ValueError unless a checkpoint has a state_dict, and entries of the expected types.
 
-    Raises:
-        ValueError: if the check fails. The message gives the reason, and callers add the path.
+    The message gives the reason, and callers add the path.
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError("it has no 'state_dict'")
