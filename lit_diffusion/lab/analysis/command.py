@@ -1,8 +1,7 @@
 """Parse options of `lit-diffusion analyze consistency | interpolate | landscape | hessian`."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 
 from lit_diffusion.cli.options import (
     Parser,
@@ -45,22 +44,6 @@ quadrature.""",
 }
 
 
-@dataclass(frozen=True)
-class AnalysisOptions:
-    """Options that all analyses have in common, with their names on the command line.
-
-    Attributes:
-        settings: all options that affect the results, by name.
-    """
-
-    out: str
-    weights: str
-    device: str | None
-    data: Sequence[str] | None
-    trust: Sequence[str]
-    settings: Mapping[str, Any]
-
-
 def run(argv: Sequence[str]) -> None:
     """Run the command. `argv` is "analyze", the name of the analysis, and options.
 
@@ -72,18 +55,15 @@ def run(argv: Sequence[str]) -> None:
         Parser("analyze", HELP).parse_args([arg for arg in argv[1:] if arg in ("-h", "--help")])
         listed = ", ".join(DESCRIPTIONS)
         raise ValueError(f"pass one of {listed} first, got {' '.join(argv[1:]) or 'nothing'}.")
-    values = vars(build_parser(name).parse_args(argv[2:]))
-    without_effect = ("out", "device", "trust", "batch_size")
-    values["settings"] = {key: values[key] for key in values if key not in without_effect}
-    options = AnalysisOptions(*(values.pop(field.name) for field in fields(AnalysisOptions)))
+    options = build_parser(name).parse_args(argv[2:])
+    values = vars(options)
     paths = [values.get(key) for key in ("checkpoint", "first", "second")]
-    paths += [*values.get("checkpoints", ()), *(values.get("path") or ())]
-    check_checkpoints(*paths)
+    check_checkpoints(*paths, *values.get("checkpoints", ()), *(values.get("path") or ()))
     check_exists("config", *(options.data or ()))
     require_lab()
     from lit_diffusion.lab.analysis import common, consistency, hessian, interpolation, landscape
 
-    analyses: dict[str, Callable[..., str]] = {
+    analyses: dict[str, Callable[[Namespace], str]] = {
         "consistency": consistency.compare_images,
         "interpolate": interpolation.interpolate_weights,
         "landscape": landscape.plot_landscape,
@@ -91,7 +71,7 @@ def run(argv: Sequence[str]) -> None:
     }
     with raise_on_signals():
         try:
-            print(analyses[name](options, **values))
+            print(analyses[name](options))
         except common.UnfinishedAnalysis as notice:
             print(notice)
 

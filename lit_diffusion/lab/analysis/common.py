@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -25,7 +26,6 @@ from lit_diffusion.cli.encoding import launcher_rank_and_world_size
 from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import data_of_run
 from lit_diffusion.files import atomic_write, atomic_write_text, checked_read
-from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.fixed_losses import (
     Losses,
     copy_weights,
@@ -41,16 +41,11 @@ class UnfinishedAnalysis(Exception):
     """Raised if other processes have not computed all of their pieces yet."""
 
 
-def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True) -> LoadedModule:
-    """Load the module of a checkpoint onto the device of the options.
+def load_analyzed_module(path: str, options: Namespace, moves: bool = True) -> LoadedModule:
+    """Load the module of a checkpoint, with the weights and onto the device of the options.
 
-    Args:
-        path: checkpoint file or run folder.
-        options: command-line options. They name the device, and say whether to load raw or EMA
-            weights.
-        moves: whether the analysis changes the weights. If True, spectral norms are computed
-            exactly, because the singular vectors that torch stores would be wrong for changed
-            weights.
+    If the analysis `moves` the weights, spectral norms are computed exactly, because the singular
+    vectors that torch stores would be wrong for changed weights.
     """
     loaded = load_module(path, options.weights, trust=options.trust)
     loaded.module.to(usable_device(options.device))
@@ -59,7 +54,7 @@ def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True
     return loaded
 
 
-def load_training_data(loaded: LoadedModule, options: AnalysisOptions) -> Any:
+def load_training_data(loaded: LoadedModule, options: Namespace) -> Any:
     """Build the data module of --data or, by default, of the checkpoint's run.
 
     Raises:
@@ -72,12 +67,10 @@ def load_training_data(loaded: LoadedModule, options: AnalysisOptions) -> Any:
     return data
 
 
-def load_losses(
-    loaded: LoadedModule, options: AnalysisOptions, images: int, levels: Sequence[float]
-) -> Losses:
-    """Build the losses of a module on `images` training images at the noise levels `levels`."""
+def load_losses(loaded: LoadedModule, options: Namespace) -> Losses:
+    """Build the losses of a module on --images training images, at the noise levels --levels."""
     dataset = load_training_data(loaded, options).dataset("train")
-    return fixed_losses(loaded.module, dataset, images, levels)
+    return fixed_losses(loaded.module, dataset, options.images, options.levels)
 
 
 def print_cost(what: str, seconds: float) -> None:
@@ -99,7 +92,7 @@ def print_cost_of_losses(losses: Losses, times: int) -> None:
         raise ValueError(f"losses must be finite at the initial weights, got {', '.join(bad)}.")
 
 
-def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) -> Path:
+def plan_analysis(kind: str, options: Namespace, *loaded: LoadedModule) -> Path:
     """Write plan.json to a new output folder, or check that an existing folder has the same plan.
 
     Raises:
@@ -111,7 +104,9 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
         f"{each.path} at step {each.step}, {each.weights}, {fingerprint(each.module)}"
         for each in loaded
     ]
-    plan = {"analysis": kind, "of": checkpoints, **options.settings}
+    without_effect = ("out", "device", "trust", "batch_size")
+    settings = {name: each for name, each in vars(options).items() if name not in without_effect}
+    plan = {"analysis": kind, "of": checkpoints, **settings}
     text = json.dumps(plan, indent=1, default=str) + "\n"
     # Checked before plan.json, which another process may be writing (first as a hidden file).
     holds_something = folder.is_file() or (folder.is_dir() and any(folder.glob("[!.]*")))
@@ -133,12 +128,7 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Hash all weights, independent of their memory layout; 12 hex digits.
-
-    Example:
-        >>> len(fingerprint(nn.Linear(2, 2)))
-        12
-    """
+    """Hash all weights, independent of their memory layout; 12 hex digits."""
     digest = hashlib.sha256()
     for name, value in copy_weights(module).items():
         digest.update(name.encode() + value.float().cpu().numpy().tobytes())

@@ -5,6 +5,7 @@ Source: "Why diffusion models are stable and how to make them faster" (2023), se
 
 import os
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import protocol_of_run, read_data_settings
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
-from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.image_distances import MAX_PSNR, nearest_neighbors, pairwise_psnr, psnr
@@ -157,21 +157,15 @@ def draw_consistency(result: Consistency, images: Tensor, path: Path, seeds: int
     common.save_figure(figure, path)
 
 
-def compare_images(
-    options: AnalysisOptions,
-    checkpoints: Sequence[str],
-    num: int,
-    seed: int,
-    extractor: str | None,
-    batch_size: int,
-) -> str:
+def compare_images(options: Namespace) -> str:
     """Run `lit-diffusion analyze consistency`; returns the text to print."""
+    checkpoints, num, batch_size = options.checkpoints, options.num, options.batch_size
     num_models = len(checkpoints)
     if min(num_models, num) < 2:
         raise ValueError(f"pass at least two models and two seeds, got {num_models} and {num}.")
     require_at_least(1, batch_size=batch_size)
     loaded = [common.load_analyzed_module(path, options, moves=False) for path in checkpoints]
-    protocol = protocol_by_name(extractor or protocol_of_run(checkpoints[0]))
+    protocol = protocol_by_name(options.extractor or protocol_of_run(checkpoints[0]))
     protocol.check()
     training_images = _load_training_images(loaded, options)
     start = time.monotonic()
@@ -179,7 +173,7 @@ def compare_images(
     seconds = (time.monotonic() - start) * num
     common.print_cost(f"{num} images of each of {num_models} models", seconds)
     out = common.plan_analysis("consistency", options, *loaded)
-    seeds = range(seed, seed + num)
+    seeds = range(options.seed, options.seed + num)
 
     def generate(number: str) -> Arrays:
         module: Any = loaded[int(number)].module
@@ -212,7 +206,7 @@ def compare_images(
     )
 
 
-def _load_training_images(loaded: Sequence[LoadedModule], options: AnalysisOptions) -> Tensor:
+def _load_training_images(loaded: Sequence[LoadedModule], options: Namespace) -> Tensor:
     """All training images of the models, uint8 (K, C, H, W), with each data set once."""
     sets = {}
     for each in loaded:

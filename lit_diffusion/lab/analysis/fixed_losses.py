@@ -26,12 +26,7 @@ Losses = Mapping[str, Callable[[], Tensor]]
 
 
 def copy_weights(module: nn.Module) -> WeightState:
-    """Copy all floating-point parameters and buffers, including running statistics.
-
-    Example:
-        >>> list(copy_weights(nn.Linear(2, 1)))
-        ['weight', 'bias']
-    """
+    """Copy all floating-point parameters and buffers, including running statistics."""
     return {
         name: value.detach().clone()
         for name, value in module.state_dict().items()
@@ -45,11 +40,7 @@ def evaluate_losses(
 ) -> NDArray[np.float64]:
     """Evaluate losses of a module at several weights, then restore the original weights.
 
-    Args:
-        module: module on whose weights the losses depend.
-        states: one state dict per evaluation. A weight that is missing in a state dict keeps its
-            previous value.
-        losses: functions that compute the losses, by name.
+    A weight that is missing in one of the `states` keeps its previous value.
 
     Returns:
         (number of losses, number of states).
@@ -179,11 +170,8 @@ def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[fl
 def describe_losses(module: nn.Module, num_images: int, statistics: str) -> str:
     """Describe the losses of `fixed_losses`, for figures and records.
 
-    Args:
-        module: module that was passed to `fixed_losses`.
-        num_images: number of training images.
-        statistics: how running statistics of batch norms change with the weights: "interpolated" or
-            "unchanged".
+    `statistics` says how running statistics of batch norms change with the weights: "interpolated"
+    or "unchanged".
     """
     images = f"mean over {num_images} training images"
     if not hasattr(module, "generator_losses"):

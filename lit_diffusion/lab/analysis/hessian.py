@@ -7,6 +7,7 @@ Density", section 2 (stochastic Lanczos quadrature); Golub & Welsch 1969 for the
 import math
 import re
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
-from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.lab.analysis.fixed_losses import describe_losses, network_of_loss
 from lit_diffusion.signals import print_error
@@ -113,8 +113,8 @@ class Spectrum:
         """(K,) spectral density at values (K,), smoothed by a Gaussian with std `width`."""
         z = (at[:, None, None] - self.nodes) / width  # (K, V, m)
         kernels = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
-        density: NDArray[np.float64]
-        density = np.nansum(kernels * self.expected_weights, axis=2).mean(axis=1)
+        densities = np.nansum(kernels * self.expected_weights, axis=2)  # (K, V)
+        density: NDArray[np.float64] = densities.mean(axis=1)
         return density
 
 
@@ -156,21 +156,14 @@ def hessian_product(
     return product, gradient.detach()
 
 
-def finite_difference_error(
-    loss: Callable[[], Tensor], parameters: Iterable[Tensor], share: float = 1e-4
-) -> float:
+def finite_difference_error(loss: Callable[[], Tensor], parameters: Iterable[Tensor]) -> float:
     """Return the relative error of a Hessian-vector product, compared with a central difference.
 
     The product is the Hessian times the gradient of the loss. The error is small for smooth losses.
     It is large if a part of the network has no second derivative, which autograd may silently treat
     as 0. It is also large if gradients jump, as with ReLU, because the Hessian ignores the jumps.
-    The weights are restored before the function returns.
-
-    Args:
-        loss: scalar loss that depends only on the weights.
-        parameters: tensors to differentiate by. Tensors without `requires_grad` are ignored.
-        share: distance from the weights to each of the two points of the finite difference, as a
-            fraction of the norm of all weights.
+    The weights are restored before the function returns. The arguments are the same as for
+    `hessian_product`.
     """
     weights = [p for p in parameters if p.requires_grad]
     product, gradient = hessian_product(loss, weights)
@@ -178,7 +171,7 @@ def finite_difference_error(
         return 0.0
     original = [p.detach().clone() for p in weights]
     length = torch.cat([p.flatten() for p in original]).norm()
-    step = share * length * gradient / gradient.norm()
+    step = 1e-4 * length * gradient / gradient.norm()
     hessian_change = product(step)
     steps = step.split([p.numel() for p in weights])
     ends = []
@@ -249,9 +242,6 @@ def estimate_spectrum(
         like: (P,) tensor with the dtype and device of the vectors.
         steps: number of products per run, which is also the number of Ritz values.
         seeds: seeds of the random vectors.
-
-    Example:
-        See `Spectrum`.
     """
     nodes, weights = (np.full((len(seeds), steps), np.nan) for _ in range(2))
     for row, seed in enumerate(seeds):
@@ -263,7 +253,7 @@ def estimate_spectrum(
     return Spectrum(len(like), nodes, weights)
 
 
-def draw_spectra(spectra: Mapping[str, Spectrum], path: Path, note: str = "") -> None:
+def draw_spectra(spectra: Mapping[str, Spectrum], path: Path, note: str) -> None:
     """Draw the eigenvalue density of each loss on a logarithmic axis."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot(yscale="log")
@@ -285,25 +275,18 @@ def draw_spectra(spectra: Mapping[str, Spectrum], path: Path, note: str = "") ->
     common.save_figure(figure, path, note)
 
 
-def compute_spectra(
-    options: AnalysisOptions,
-    checkpoint: str,
-    images: int,
-    levels: Sequence[float],
-    steps: int,
-    vectors: int,
-    kinks: bool,
-) -> str:
+def compute_spectra(options: Namespace) -> str:
     """Run `lit-diffusion analyze hessian`; returns the text to print."""
+    steps, vectors = options.steps, options.vectors
     require_at_least(1, steps=steps, vectors=vectors)
-    loaded = common.load_analyzed_module(checkpoint, options)
-    losses = common.load_losses(loaded, options, images, levels)
+    loaded = common.load_analyzed_module(options.checkpoint, options)
+    losses = common.load_losses(loaded, options)
     parameters = {
         name: list((network_of_loss(loaded.module, name) or loaded.module).parameters())
         for name in losses
     }
     for name, loss in losses.items():
-        check_second_derivative(name, loss, parameters[name], kinks)
+        check_second_derivative(name, loss, parameters[name], options.kinks)
     start = time.monotonic()
     for loss in losses.values():
         product, like = hessian_product(loss, loaded.module.parameters())
@@ -323,7 +306,8 @@ def compute_spectra(
 
     names = [f"{i}-{seed}" for i in range(len(losses)) for seed in range(vectors)]
     arrays = common.compute_pieces(out, names, run_lanczos, "vector")
-    spectra, note = dict[str, Spectrum](), describe_losses(loaded.module, images, "unchanged")
+    note = describe_losses(loaded.module, options.images, "unchanged")
+    spectra: dict[str, Spectrum] = {}
     for i, name in enumerate(losses):
         runs = arrays[i * vectors : (i + 1) * vectors]
         nodes, weights = (np.concatenate([each[k] for each in runs]) for k in ("nodes", "weights"))

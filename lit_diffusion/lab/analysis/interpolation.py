@@ -10,6 +10,7 @@ al. 2015, "Qualitatively characterizing neural network optimization problems"; A
 2023, "Git Re-Basin" (arXiv 2209.04836), section 3.2, for weight matching.
 """
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
-from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.lab.analysis.fixed_losses import (
     WeightState,
@@ -101,14 +101,7 @@ class HiddenFeatures:
 
 
 def find_hidden_features(network: nn.Module) -> list[HiddenFeatures]:
-    """Find the hidden layers of a network whose features can be permuted.
-
-    Example:
-        >>> from lit_diffusion.networks.dit import DiT
-        >>> features = find_hidden_features(DiT(8, 1, 1, depth=3, width=32, num_heads=2))
-        >>> features[0].groups
-        1
-    """
+    """Find the hidden layers of a network whose features can be permuted."""
     features: list[HiddenFeatures] = []
     for name, module in network.named_modules():
         prefix = f"{name}." if name else ""
@@ -155,19 +148,16 @@ def _between_convolutions(prefix: str, layers: nn.Sequential) -> list[HiddenFeat
 
 
 def align_features(
-    state: WeightState, target: WeightState, features: Sequence[HiddenFeatures], rounds: int = 20
+    state: WeightState, target: WeightState, features: Sequence[HiddenFeatures]
 ) -> WeightState:
     """Permute the hidden features of `state` to match the weights of `target`.
 
-    Args:
-        state: weights to permute. The permutation does not change the outputs of the network.
-        target: weights of the same architecture.
-        features: hidden layers, from `find_hidden_features`.
-        rounds: maximum number of passes over all layers. Several passes are needed because the best
-            order of a layer's features depends on the orders in neighboring layers.
+    The permutation does not change the outputs of the network. Several passes over all layers are
+    needed, because the best order of a layer's features depends on the orders in neighboring
+    layers.
     """
     state = dict(state)
-    for _ in range(rounds):
+    for _ in range(20):
         has_changed = False
         for layer in features:
             order = _best_permutation(state, target, layer)
@@ -206,16 +196,11 @@ def draw_interpolations(
     alphas: NDArray[np.float64],
     lines: Mapping[str, NDArray[np.float64]],
     path: Path,
-    note: str = "",
+    note: str,
 ) -> None:
-    """Draw one panel per loss.
+    """Draw one panel per loss, at positions alphas (K,) between the weights.
 
-    Args:
-        names: names of the losses, which are the titles of the panels.
-        alphas: (K,) positions on the line between the weights.
-        lines: arrays of shape (len(names), K), by the label of the curve. Panel i shows row i.
-        path: file of the figure.
-        note: title of the figure.
+    Each line in `lines` has the shape (len(names), K), and panel i shows its row i.
     """
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
@@ -231,31 +216,24 @@ def draw_interpolations(
     common.save_figure(figure, path, note)
 
 
-def interpolate_weights(
-    options: AnalysisOptions,
-    first: str,
-    second: str,
-    images: int,
-    levels: Sequence[float],
-    points: int,
-    align: bool,
-) -> str:
+def interpolate_weights(options: Namespace) -> str:
     """Run `lit-diffusion analyze interpolate`; returns the text to print."""
-    require_at_least(2, points=points)
-    at_one, at_zero = (common.load_analyzed_module(path, options) for path in (first, second))
+    require_at_least(2, points=options.points)
+    paths = options.first, options.second
+    at_one, at_zero = (common.load_analyzed_module(path, options) for path in paths)
     check_same_losses(at_one, at_zero)
     a, b = copy_weights(at_one.module), copy_weights(at_zero.module)
     endpoints = {"as they are": b}
-    if align:
+    if options.align:
         features = find_hidden_features(at_one.module)
         if not features:
             raise ValueError("--align does not support this network; leave it out.")
         print_error(f"--align permutes the features of {len(features)} hidden layers.")
         endpoints["aligned"] = align_features(b, a, features)
-    losses = common.load_losses(at_one, options, images, levels)
-    note = describe_losses(at_one.module, images, "interpolated")
-    names, alphas = list(losses), np.linspace(0, 1, points)
-    common.print_cost_of_losses(losses, points * len(endpoints))
+    losses = common.load_losses(at_one, options)
+    note = describe_losses(at_one.module, options.images, "interpolated")
+    names, alphas = list(losses), np.linspace(0, 1, options.points)
+    common.print_cost_of_losses(losses, len(alphas) * len(endpoints))
     out = common.plan_analysis("interpolation", options, at_one, at_zero)
 
     def interpolate(kind: str) -> Arrays:

@@ -5,6 +5,7 @@ Source: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets", section
 
 import math
 import re
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
-from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.lab.analysis.fixed_losses import (
     WeightState,
@@ -32,17 +32,11 @@ Direction = dict[str, Tensor]
 """A step in weight space: one tensor per trainable parameter, by name."""
 
 
-def random_directions(module: nn.Module, seed: int, num: int = 2) -> list[Direction]:
-    """Draw `num` standard normal directions, with the seeds `seed`, `seed` + 1, and so on.
-
-    Example:
-        >>> first, second = random_directions(nn.Linear(2, 1), seed=0)
-        >>> first["weight"].shape
-        torch.Size([1, 2])
-    """
+def random_directions(module: nn.Module, seed: int) -> list[Direction]:
+    """Draw two standard normal directions, with the seeds `seed` and `seed` + 1."""
     directions = []
-    for k in range(num):
-        generator = torch.Generator().manual_seed(seed + k)
+    for each_seed in (seed, seed + 1):
+        generator = torch.Generator().manual_seed(each_seed)
         trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
         directions.append({n: torch.randn(p.shape, generator=generator).to(p) for n, p in trained})
     return directions
@@ -54,12 +48,6 @@ def normalize_filters(direction: Direction, module: nn.Module) -> Direction:
     A filter is the part of a weight that belongs to one output channel: one index of dimension 0
     or, for transposed convolutions, of dimension 1. For biases and the weights of normalization
     layers, the result is 0.
-
-    Example:
-        >>> module = nn.Linear(2, 1)
-        >>> direction = normalize_filters(random_directions(module, seed=0)[0], module)
-        >>> bool(torch.isclose(direction["weight"].norm(), module.weight.norm()))
-        True
     """
     transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
     weights = dict(module.named_parameters())
@@ -165,24 +153,16 @@ def draw_landscape(
     common.save_figure(figure, path, note)
 
 
-def plot_landscape(
-    options: AnalysisOptions,
-    checkpoint: str,
-    images: int,
-    levels: Sequence[float],
-    points: int,
-    span: float,
-    seed: int,
-    path: Sequence[str] | None,
-) -> str:
+def plot_landscape(options: Namespace) -> str:
     """Run `lit-diffusion analyze landscape`; returns the text to print."""
+    points, extent = options.points, options.span
     require_at_least(2, points=points)
-    if not 0 < span < math.inf:
-        raise ValueError(f"--span must be above 0 and finite, got {span}.")
-    loaded = common.load_analyzed_module(checkpoint, options)
-    module, losses = loaded.module, common.load_losses(loaded, options, images, levels)
+    if not 0 < extent < math.inf:
+        raise ValueError(f"--span must be above 0 and finite, got {extent}.")
+    loaded = common.load_analyzed_module(options.checkpoint, options)
+    module, losses = loaded.module, common.load_losses(loaded, options)
     center = copy_weights(module)
-    on_trajectory = [common.load_analyzed_module(file, options) for file in path or ()]
+    on_trajectory = [common.load_analyzed_module(file, options) for file in options.path or ()]
     trajectory = None
     if on_trajectory:
         check_same_losses(loaded, *on_trajectory)
@@ -193,8 +173,7 @@ def plot_landscape(
         extent = 1.2 * float(np.abs(trajectory).max())
         planes = dict.fromkeys(losses, plane)
     else:
-        directions = random_directions(module, seed)
-        plane, extent = [normalize_filters(each, module) for each in directions], span
+        plane = [normalize_filters(d, module) for d in random_directions(module, options.seed)]
         planes = {name: [of_network(each, module, name) for each in plane] for name in losses}
     axis = np.linspace(-extent, extent, points)
     common.print_cost_of_losses(losses, points**2)
@@ -211,7 +190,7 @@ def plot_landscape(
 
     arrays = common.compute_pieces(out, [str(i) for i in range(points)], compute_row, "row")
     values = np.concatenate([each["values"] for each in arrays], axis=1)
-    names, note = list(losses), describe_losses(module, images, "unchanged")
+    names, note = list(losses), describe_losses(module, options.images, "unchanged")
     result = {"names": names, "x": axis, "y": axis, "values": values}
     common.save_result(out / "landscape", result, note)
     draw_landscape(names, axis, values, out / "landscape.png", trajectory, note)

@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from statistics import fmean
 
-from lit_diffusion.lab.compare.curves import Arm, Bound, Crossing
+from lit_diffusion.lab.compare.curves import Arm, Crossing
 from lit_diffusion.lab.compare.statistics import CONFIDENCE, Speedup, holm, speedup, welch
 from lit_diffusion.metrics.auxiliary_metrics import DISTANCES
 
@@ -55,7 +56,7 @@ class Result:
     @property
     def num_reached(self) -> int:
         """Number of seeds that reached the target."""
-        return sum(crossing.bound is not Bound.MORE_THAN for crossing in self.crossings)
+        return sum(crossing.is_reached for crossing in self.crossings)
 
 
 @dataclass(frozen=True)
@@ -179,19 +180,16 @@ def compare(
 def _measure_speedup(arm: Arm, base: Arm, target: float) -> Result:
     """Measure the speed-up of an arm. The verdict is MISSED or not yet set."""
     crossings, baseline = arm.crossings(target), base.crossings(target)
-    misses = any(crossing.bound is Bound.MORE_THAN for crossing in crossings)
+    num_reached = sum(crossing.is_reached for crossing in crossings)
     lowest_common = max(arm.reached_by_all, base.reached_by_all)
+    misses = num_reached < len(crossings)
     at = lowest_common if misses and math.isfinite(lowest_common) else target
     measured = speedup(base.crossings(at), arm.crossings(at))
     is_unclear = math.isinf(lowest_common) or (measured.is_lower_bound and measured.is_upper_bound)
-    if is_unclear and _any_reached(baseline) and not _any_reached(crossings):
+    if is_unclear and num_reached == 0 and any(crossing.is_reached for crossing in baseline):
         bound_only = replace(speedup(baseline, crossings), low=None, high=None, p=None)
         return Result(arm, crossings, bound_only, target, verdict=Verdict.MISSED)
     return Result(arm, crossings, measured, at)
-
-
-def _any_reached(crossings: Sequence[Crossing]) -> bool:
-    return any(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
 
 
 def _set_verdict(result: Result, holm_p: float | None) -> Result:
@@ -217,7 +215,7 @@ def _test_last_fid(result: Result, base: Arm, target: float, num_arms: int) -> R
     that all last FIDs are finite.
     """
     arm, verdict = result.arm, result.verdict
-    missed = not _any_reached(result.crossings) and _any_reached(base.crossings(target))
+    missed = not result.num_reached and any(c.is_reached for c in base.crossings(target))
     if not missed or verdict not in (Verdict.NO_DIFFERENCE, Verdict.UNCLEAR, Verdict.UNKNOWN):
         return result
     shortest, longest = min(c.steps[-1] for c in arm.curves), max(c.steps[-1] for c in base.curves)
@@ -236,12 +234,14 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
     """Replace the steps in the curves of all arms with the number of training images seen so far.
 
     Returns:
-        The changed arms. None if the numbers of images are unknown, or if all arms use the same
-        number of images per step. In the second case, a comparison by images would equal a
-        comparison by steps.
+        The changed arms. None if a number of images is unknown, or if all arms use the same number
+        of images per step. In the second case, a comparison by images would equal a comparison by
+        steps.
     """
-    rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
-    if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):
+    if not all(curve.images for arm in arms for curve in arm.curves):
+        return None
+    rates = [fmean(c.images[-1] / c.steps[-1] for c in arm.curves if c.images) for arm in arms]
+    if max(rates) < 1.01 * min(rates):
         return None
     return [
         Arm(arm.name, tuple(replace(c, steps=c.images or (), images=None) for c in arm.curves))

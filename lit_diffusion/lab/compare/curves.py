@@ -49,6 +49,11 @@ class Crossing:
     step: float
     bound: Bound = Bound.EXACT
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether an evaluation reached the target."""
+        return self.bound is not Bound.MORE_THAN
+
     def __str__(self) -> str:
         """Format for tables: "1,893", "> 4,000" or "unknown"."""
         steps = "" if self.bound is Bound.UNKNOWN else f"{self.step:,.0f}"
@@ -193,12 +198,6 @@ class Arm:
         """Number of seeds whose last FID is not finite."""
         return sum(not math.isfinite(curve.fids[-1]) for curve in self.curves)
 
-    @property
-    def images_per_step(self) -> float | None:
-        """Training images per optimizer step, mean over runs; None if unknown for a run."""
-        rates = [curve.images[-1] / curve.steps[-1] for curve in self.curves if curve.images]
-        return fmean(rates) if len(rates) == len(self.curves) else None
-
     def fids_at(self, step: float) -> list[float]:
         """FIDs at a step, of all seeds that were evaluated there."""
         return [fid for curve in self.curves if (fid := curve.at(step)) is not None]
@@ -289,17 +288,11 @@ def paired_spread(curves: Iterable[Curve]) -> Spread | None:
     return Spread(math.sqrt(squares / degrees), degrees) if degrees else None
 
 
-@dataclass(frozen=True)
-class Stability:
+class Stability(NamedTuple):
     """Stability of a training loss: the number of spikes, and whether it diverged."""
 
     spikes: int
     diverged: bool
-
-    @property
-    def stable(self) -> bool:
-        """Whether the loss neither spiked nor diverged."""
-        return not (self.spikes or self.diverged)
 
 
 def loss_stability(losses: Sequence[float]) -> Stability:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from lit_diffusion.cli.run_folder import InUse
 from lit_diffusion.files import check_regular
 from lit_diffusion.signals import InterruptedBySignal, SignalRecorder
 
@@ -32,14 +33,14 @@ OnEnd = Callable[[Job, int, float], None]
 """Called with an ended job, its exit status (negative if a signal ended it), and its seconds."""
 
 
-def claim_log(path: Path) -> IO[bytes] | None:
+def claim_log(path: Path) -> IO[bytes]:
     """Open a log for appending, with an exclusive lock.
 
     The child process that writes the log inherits the lock and holds it until the child ends.
     Therefore no second process can start with the same log, even if the parent process was killed.
 
-    Returns:
-        The file, or None if another process holds the lock.
+    Raises:
+        InUse: if another process holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
@@ -49,7 +50,7 @@ def claim_log(path: Path) -> IO[bytes] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        return None
+        raise InUse(f"{path} is being written by another process.") from None
     return file
 
 

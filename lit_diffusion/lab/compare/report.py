@@ -117,14 +117,7 @@ def build_report(
 ) -> Report:
     """Compare the arms of run folders or CSV files.
 
-    Args:
-        paths: run folders or their parent folders, or CSV files in the format of `read_arms`.
-        baseline: name of the baseline. None means the arm with the name "baseline" or, if there is
-            none, the first arm.
-        target: FID to reach; None means the lowest FID that every seed of the baseline reached.
-        metric: name of the metric, such as val/fid_360, or a loss in metrics.csv. None means the
-            FID metric that occurs in the most runs.
-        only: names of the arms to compare; None means all.
+    The arguments are those of `lit-diffusion compare`. `only` has the names in --arms.
 
     Raises:
         ValueError: if the runs, files or arms cannot be compared.

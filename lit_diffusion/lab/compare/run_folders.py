@@ -174,7 +174,6 @@ def read_run(path: Path) -> Run:
     try:
         config = _read_mapping(latest_config(path))
         number = config.get("seed_everything")
-        is_number = isinstance(number, int) and not isinstance(number, bool)
         grids = {
             file: re.fullmatch(r"step-(\d+)-(.+)", file.stem)
             for file in (path / "samples").glob("step-*.png")
@@ -182,7 +181,7 @@ def read_run(path: Path) -> Run:
         run = Run(
             path,
             arm,
-            str(number) if is_number else seed,
+            str(number) if type(number) is int else seed,
             config,
             first_config=_read_mapping(path / "config.yaml") or config,
             rows=read_rows(path / "metrics.csv"),
@@ -207,7 +206,7 @@ def collect_runs(folders: Sequence[str]) -> list[Run]:
         FileNotFoundError: if a folder does not exist.
         ValueError: if a folder has no runs.
     """
-    runs: dict[Path, Run] = {}
+    run_paths: dict[Path, Path] = {}
     for name in folders:
         if not Path(name).is_dir():
             raise FileNotFoundError(f"there is no run folder {name}.")
@@ -218,9 +217,8 @@ def collect_runs(folders: Sequence[str]) -> list[Run]:
                 "config.yaml."
             )
         for path in paths:
-            if path.resolve() not in runs:
-                runs[path.resolve()] = read_run(path)
-    return list(runs.values())
+            run_paths.setdefault(path.resolve(), path)
+    return [read_run(path) for path in run_paths.values()]
 
 
 def _run_folders(folder: Path, visited: set[Path]) -> Iterator[Path]:
@@ -274,10 +272,6 @@ def differing_settings(
     """Find settings that differ between two configs.
 
     The settings in `_IGNORED_SETTINGS`, such as seeds and paths, are not compared.
-
-    Example:
-        >>> differing_settings({"lr": 0.1, "seed_everything": 0}, {"lr": 0.2, "seed_everything": 1})
-        {'lr': (0.1, 0.2)}
     """
     first, second = flatten_config(one), flatten_config(other)
     return {

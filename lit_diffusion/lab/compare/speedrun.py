@@ -74,7 +74,7 @@ class Entry:
     @property
     def reached(self) -> int:
         """Number of seeds that reached the targets."""
-        return sum(crossing.bound is not Bound.MORE_THAN for crossing in self.crossings)
+        return sum(crossing.is_reached for crossing in self.crossings)
 
     @property
     def is_complete(self) -> bool:
@@ -103,8 +103,9 @@ def check_rules(entry: Mapping[str, Any], track: Mapping[str, Any]) -> None:
     trainer = {key: value for key, value in track["trainer"].items() if key != "callbacks"}
     changes = differences(fixed, dict(entry), "")
     changes |= differences(trainer, entry["trainer"], "trainer")
+    model, entry_model = (settings["model"]["init_args"] for settings in (track, entry))
     for key in ("image_shape", "num_classes"):
-        changes |= differences(_model(track).get(key), _model(entry).get(key), f"model.{key}")
+        changes |= differences(model.get(key), entry_model.get(key), f"model.{key}")
     broken = [name.lstrip(".") for name in changes]
     broken = [name for name in broken if name not in FREE_SETTINGS]
     if _fid_callbacks(entry) != _fid_callbacks(track):
@@ -119,11 +120,6 @@ def check_rules(entry: Mapping[str, Any], track: Mapping[str, Any]) -> None:
             f"a speedrun is evaluated every {EVALUATE_EVERY} steps, so trainer.max_steps must be a "
             f"multiple of {EVALUATE_EVERY}, got {max_steps}."
         )
-
-
-def _model(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments: Mapping[str, Any] = settings["model"]["init_args"]
-    return arguments
 
 
 def _fid_callbacks(settings: Mapping[str, Any]) -> list[Any]:
@@ -243,19 +239,17 @@ def describe(entry: Entry, record: Entry) -> str:
 
 def read_entries(path: Path) -> list[Entry]:
     """Read the entries of a table of records."""
-    rows: dict[str, list[dict[str, str]]] = {}
+    rows_by_name: dict[str, list[dict[str, str]]] = {}
     with check_regular(path).open(newline="") as file:
         for row in csv.DictReader(file):
-            rows.setdefault(row["name"], []).append(row)
-    return [_entry(name, each) for name, each in rows.items()]
-
-
-def _entry(name: str, rows: Sequence[Mapping[str, str]]) -> Entry:
+            rows_by_name.setdefault(row["name"], []).append(row)
     bounds = {bound.value.strip(): bound for bound in Bound}
-    crossings = [Crossing(float(row["step"]), bounds[row["bound"]]) for row in rows]
-    seconds = [float(row["seconds"]) for row in rows if row["seconds"]]
-    mean = fmean(seconds) if seconds else None
-    return Entry(name, tuple(crossings), mean, rows[0]["machine"], rows[0]["commit"])
+    entries = []
+    for name, rows in rows_by_name.items():
+        crossings = tuple(Crossing(float(row["step"]), bounds[row["bound"]]) for row in rows)
+        seconds = float(rows[0]["seconds"]) if rows[0]["seconds"] else None
+        entries.append(Entry(name, crossings, seconds, rows[0]["machine"], rows[0]["commit"]))
+    return entries
 
 
 def entry_csv(entry: Entry) -> str:
@@ -277,11 +271,7 @@ def entry_csv(entry: Entry) -> str:
 
 
 def record_holder(entries: Sequence[Entry]) -> Entry:
-    """Return the fastest of the entries of which all seeds reached the targets.
-
-    Raises:
-        ValueError: if there is no such entry.
-    """
+    """Return the fastest of the entries of which all seeds reached the targets."""
     complete = [entry for entry in entries if entry.is_complete]
     return min(complete, key=lambda entry: entry.steps.step)
 

@@ -239,14 +239,10 @@ def plan_sweep(
 
 
 def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, list[str]]:
-    """List the config files of each arm, by name.
+    """List the config files of each arm, by name. The arguments are those of `plan_sweep`.
 
     The baseline, which is named BASELINE, uses only the config files of the experiment. Every other
     arm adds its own files.
-
-    Args:
-        experiment: config files of the experiment.
-        arms: one entry per arm: a config file to add to the experiment, or several joined by +.
 
     Raises:
         ValueError: if two arms have the same name, or if an arm lists a file twice.
@@ -274,13 +270,8 @@ def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, lis
 def fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     """Return all settings of the fit of an arm, with defaults.
 
-    Args:
-        arm: name of the arm, for error messages.
-        files: config files of the fit.
-        options: further options of the fit.
-
     Raises:
-        ValueError: if the settings are invalid for a fit or for a sweep.
+        ValueError: if the settings are invalid for a fit or for a sweep. The message names the arm.
     """
     from lit_diffusion.cli.fit import run as run_fit
 
@@ -403,11 +394,8 @@ class Sweep:
         Raises:
             InUse: if another process is running it.
         """
-        log = claim_log(run.folder / LOG)
-        if log is None:
-            raise InUse(f"{run.folder / LOG} is being written by another process.")
         with ExitStack() as unless_started:
-            unless_started.enter_context(log)
+            log = unless_started.enter_context(claim_log(run.folder / LOG))
             with occupied(run.folder):  # raises if a fit outside of a sweep uses the folder
                 options = self._start_options(run)
             if options is None:

@@ -187,7 +187,7 @@ def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
     """Make a table with one row per arm: steps to the target, speed-up, p-values and verdict."""
 
     def steps(name: str, crossings: Sequence[Crossing]) -> tuple[str, ...]:
-        reached = sum(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
+        reached = sum(crossing.is_reached for crossing in crossings)
         return name, f"{reached} of {len(crossings)}", str(mean_crossing(crossings))
 
     base = comparison.baseline
@@ -376,7 +376,7 @@ def speedup_records(comparison: Comparison) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             "arm": arm.name,
             "seeds": len(crossings),
-            "reached": sum(crossing.bound is not Bound.MORE_THAN for crossing in crossings),
+            "reached": sum(crossing.is_reached for crossing in crossings),
             "steps": None if mean.bound is Bound.UNKNOWN else mean.step,
             "bound": mean.bound.value.strip(),
         }

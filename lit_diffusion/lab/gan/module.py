@@ -176,11 +176,9 @@ class GANModule(LightningModule):
 
     def configure_optimizers(self) -> list[Optimizer]:
         """Return the generator's optimizer, then the discriminator's."""
-        build_generator_optimizer, build_discriminator_optimizer = self._build_optimizers
-        return [
-            with_fused_kernels(build_generator_optimizer(self.generator.parameters())),
-            with_fused_kernels(build_discriminator_optimizer(self.discriminator.parameters())),
-        ]
+        networks = self.generator, self.discriminator
+        pairs = zip(self._build_optimizers, networks, strict=True)
+        return [with_fused_kernels(build(network.parameters())) for build, network in pairs]
 
     def on_train_epoch_start(self) -> None:
         """Forget the generator's last loss, so that an epoch logs only its own losses."""

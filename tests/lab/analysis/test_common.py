@@ -1,11 +1,11 @@
 import copy
 import json
+from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
 
-from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import compute_pieces, fingerprint, plan_analysis
 
 
@@ -30,8 +30,7 @@ def test_pieces_that_have_a_file_are_not_computed_again(tmp_path, capsys):
 
 
 def plan(folder, num):
-    options = AnalysisOptions(str(folder), "raw", None, None, [], {"num": num})
-    return plan_analysis("test", options)
+    return plan_analysis("test", Namespace(out=str(folder), device="cpu", num=num))
 
 
 def test_a_folder_is_of_one_plan(tmp_path):

@@ -19,14 +19,14 @@ def network():
 
 def test_filters_have_the_lengths_of_the_weights_and_biases_and_norms_do_not_move():
     net = network()
-    direction = normalize_filters(random_directions(net, seed=5, num=1)[0], net)
+    direction = normalize_filters(random_directions(net, seed=5)[0], net)
     weights = dict(net.named_parameters())
     for name in ("0.weight", "3.weight"):
         lengths = [each[name].flatten(1).norm(dim=1) for each in (direction, weights)]
         torch.testing.assert_close(*lengths)
     assert all(direction[name].abs().max() == 0 for name in ("0.bias", "1.weight", "1.bias"))
     columns = nn.Sequential(nn.ConvTranspose2d(4, 3, 2))
-    direction = normalize_filters(random_directions(columns, seed=5, num=1)[0], columns)
+    direction = normalize_filters(random_directions(columns, seed=5)[0], columns)
     both = direction["0.weight"], columns[0].weight
     torch.testing.assert_close(*(each.square().sum((0, 2, 3)) for each in both))
 
