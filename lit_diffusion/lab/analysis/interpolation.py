@@ -57,18 +57,10 @@ def barrier(alphas: NDArray[np.float64], values: NDArray[np.float64]) -> float:
 
 @dataclass(frozen=True)
 class FeatureAxis:
-    """A dimension of a tensor that is indexed by hidden features.
+    """A dimension of a tensor in the state dict that is indexed by hidden features.
 
-    Args:
-        name: name of the tensor in the state dict.
-        dim: index of the dimension.
-        copies: how often the list of features repeats along the dimension, such as 2 for a tensor
-            with the scales of all features, followed by the shifts of all features.
-
-    Example:
-        >>> axis = FeatureAxis("weight", dim=0)
-        >>> axis.reorder(torch.tensor([10.0, 20.0]), order=torch.tensor([1, 0]))
-        tensor([20., 10.])
+    The list of features may repeat along the dimension. For example, there are two `copies` in a
+    tensor with the scales of all features, followed by the shifts of all features.
     """
 
     name: str

@@ -28,15 +28,7 @@ from lit_diffusion.lab.compare.comparison import (
 from lit_diffusion.lab.compare.curves import read_arms
 from lit_diffusion.lab.compare.run_folders import collect_runs, select
 from lit_diffusion.lab.compare.sweep import BASELINE
-from lit_diffusion.lab.compare.tables import (
-    Table,
-    escape_markdown,
-    format_equation,
-    format_fid,
-    format_speedup,
-    format_target,
-    format_verdict,
-)
+from lit_diffusion.lab.compare.tables import Table, escape_markdown, format_fid
 from lit_diffusion.metrics.evaluation_record import is_fid
 
 T = TypeVar("T")
@@ -82,7 +74,7 @@ class Report:
         """The best arm, its speed-up, and the FID of the speed-up, in one sentence."""
         comparison, best = self.comparison, self.comparison.best
         base, name = comparison.baseline.name, best.arm.name
-        factor = format_speedup(replace(best.speedup, low=None, high=None))
+        factor = tables.format_speedup(replace(best.speedup, low=None, high=None))
         speed = f"{factor} as fast as {base} to {comparison.metric} {format_fid(best.at)}"
         if not comparison.winners:
             if factor == "unknown":
@@ -97,13 +89,14 @@ class Report:
         """The interval, test, seeds and verdict behind the result."""
         comparison, best = self.comparison, self.comparison.best
         seeds = len(best.arm.curves), len(comparison.baseline.curves)
-        test = f"{format_equation(best.holm_p)} after Holm's correction for {comparison.num_tests}"
+        p, speedup = tables.format_equation(best.holm_p), tables.format_speedup(best.speedup)
+        test = f"{p} after Holm's correction for {comparison.num_tests} tests"
         parts = [
-            f"Speed-up {format_speedup(best.speedup)}{format_target(best, comparison)}",
-            "not tested" if best.holm_p is None else f"{test} tests",
+            f"Speed-up {speedup}{tables.format_target(best, comparison)}",
+            "not tested" if best.holm_p is None else test,
             f"{seeds[0]} against {seeds[1]} training seeds",
         ]
-        parts += [format_verdict(best, comparison)] if not comparison.winners else []
+        parts += [tables.format_verdict(best, comparison)] if not comparison.winners else []
         parts += ["provisional"] if comparison.winners and min(seeds) < HEADLINE_SEEDS else []
         return f"{'; '.join(parts)}."
 

@@ -82,8 +82,7 @@ class Run:
     @property
     def max_steps(self) -> int | None:
         """`trainer.max_steps` in the config; None if the config does not set it."""
-        trainer = self.config.get("trainer")
-        steps = trainer.get("max_steps") if isinstance(trainer, dict) else None
+        steps = flatten_config(self.config).get("trainer.max_steps")
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @property
@@ -92,8 +91,7 @@ class Run:
 
         A GAN has fewer batches than optimizer steps, because two optimizers step in some batches.
         """
-        steps = self.max_steps
-        n = flatten_config(self.config).get("model.discriminator_steps")
+        steps, n = self.max_steps, flatten_config(self.config).get("model.discriminator_steps")
         if steps and isinstance(n, int) and n > 0:  # the generator steps in each n-th batch
             return steps * n // (n + 1)
         return steps

@@ -170,10 +170,7 @@ def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
     """Return the score of a run at each evaluation. With a score <= 1, it reaches all targets.
 
     Each distance, such as the FID, is divided by its target. The score is the largest ratio.
-
-    Args:
-        records: evaluations of a run, as in evaluations.jsonl.
-        seed: training seed.
+    `records` are the evaluations in evaluations.jsonl.
     """
     from lit_diffusion.metrics.evaluation_record import is_repeat
 

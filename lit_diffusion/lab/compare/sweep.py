@@ -203,12 +203,8 @@ def plan_sweep(
 ) -> list[PlannedRun]:
     """Plan and check all runs of a sweep, in the order of their seeds.
 
-    Args:
-        experiment: config files of the experiment.
-        arms: one entry per arm: a config file to add to the experiment, or several joined by +.
-        seeds: training seeds.
-        out: folder of the sweep.
-        options: further options of every fit.
+    The arguments are those of `lit-diffusion sweep`. `experiment` has its CONFIG, and `options` are
+    passed to every fit.
 
     Raises:
         ValueError: if options or configs are invalid, or if the folder of a planned run contains a

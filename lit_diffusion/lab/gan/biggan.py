@@ -33,10 +33,6 @@ def orthogonal_spectral_norm(module: M) -> M:
 
     In training mode, each forward pass updates the estimate of the spectral norm with one power
     iteration.
-
-    Example:
-        >>> orthogonal_spectral_norm(nn.Linear(4, 2))(torch.randn(3, 4)).shape
-        torch.Size([3, 2])
     """
     nn.init.orthogonal_(cast(Tensor, module.weight))
     if isinstance(bias := getattr(module, "bias", None), Tensor):
@@ -114,14 +110,9 @@ class GeneratorBlock(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Residual block of the discriminator.
+    """Residual block of the discriminator, which `halves` the resolution or keeps it.
 
-    Args:
-        channels: channels of the input.
-        out: channels of the output.
-        halves: whether the block halves the resolution.
-        first: whether this is the first block. The first block has no ReLU before its first
-            convolution.
+    The `first` block has no ReLU before its first convolution.
     """
 
     def __init__(self, channels: int, out: int, *, halves: bool, first: bool) -> None:

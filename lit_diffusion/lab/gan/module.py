@@ -160,6 +160,7 @@ class GANModule(LightningModule):
                     f"{type(network).__name__}; change one of them."
                 )
         self.generator, self.discriminator = generator, discriminator
+        self._latent_dim = cast(int, generator.latent_dim)
         self.loss = loss
         self.codec = PixelCodec()
         self.image_shape = tuple(image_shape)
@@ -289,10 +290,6 @@ class GANModule(LightningModule):
     def sampling_record(self) -> dict[str, Any]:
         """Return how `generate` samples, for the records of evaluations."""
         return {"generator": type(self.generator).__name__, "batch_norm": "running statistics"}
-
-    @property
-    def _latent_dim(self) -> int:
-        return cast(int, self.generator.latent_dim)
 
     def _unpack(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor]:
         checks.check_batch(batch, takes_condition=self.num_classes is not None)
