@@ -170,18 +170,26 @@ def lengths_table(lengths: Mapping[int, Arm], names: Sequence[str]) -> None:
     print_table(["steps of the run", *(name.replace("fid", "FID") for name in names)], rows)
 
 
-def equal_length(lengths: Mapping[int, Arm], log_ratio: float) -> float:
-    """Length of a run of the baseline that changes its FID by a factor, in units of the usual run.
+def lengths_of_baseline(arms: Mapping[str, Arm]) -> dict[int, Arm]:
+    """Number of steps -> runs of the baseline; empty if there are only runs of the usual length."""
+    of_length = re.compile(f"{BASELINE} in (\\d+) steps")
+    lengths = {int(m[1]): arm for name, arm in arms.items() if (m := of_length.fullmatch(name))}
+    return dict(sorted({**lengths, USUAL_STEPS: arms[BASELINE]}.items())) if lengths else {}
 
-    log FID is interpolated and extrapolated linearly in the logarithm of the number of steps.
+
+def equal_length(
+    lengths: Mapping[int, Arm], start: int, log_ratio: float, name: str = "fid"
+) -> float:
+    """Steps of a run of the baseline whose distance is a factor times that after `start` steps.
+
+    The log of the distance is interpolated and extrapolated linearly in the log of the steps.
     """
     steps = sorted(lengths)
-    logs = [mean_distance(lengths[each], "fid") for each in steps]
-    usual = next(log for log, each in zip(logs, steps, strict=True) if each == USUAL_STEPS)
-    target = usual + log_ratio
+    logs = [mean_distance(lengths[each], name) for each in steps]
+    target = logs[steps.index(start)] + log_ratio
     i = next((i for i in range(1, len(logs) - 1) if target > logs[i]), len(logs) - 1)
     slope = math.log(steps[i] / steps[i - 1]) / (logs[i] - logs[i - 1])
-    return steps[i] * math.exp(slope * (target - logs[i])) / USUAL_STEPS
+    return steps[i] * math.exp(slope * (target - logs[i]))
 
 
 def verdict(p: float | None, low: float, high: float, reported: float | None) -> str:
@@ -206,7 +214,9 @@ def claims_table(
             continue
         reported = REPORTED[arm.name]
         logs = (result.difference, result.high, result.low)
-        middle, low, high = (equal_length(lengths, each) for each in logs)
+        middle, low, high = (
+            equal_length(lengths, USUAL_STEPS, each) / USUAL_STEPS for each in logs
+        )
         cells = [str(len(arm.curves)), f"{reported:g}x" if reported else "-", ratio(result)]
         cells += [format_p(p), f"{middle:.2f}x [{low:.2f}, {high:.2f}]"]
         cells += [f"{middle / steps[arm.name]:.2f}x", verdict(p, low, high, reported)]
@@ -246,14 +256,12 @@ def main(file: Path, only: Sequence[str]) -> None:
     end_table(arms, names, only)
     print()
     speed_table(arms, names)
-    of_length = re.compile(f"{BASELINE} in (\\d+) steps")
-    lengths = {int(m[1]): arm for name, arm in all_arms.items() if (m := of_length.fullmatch(name))}
+    lengths = lengths_of_baseline(all_arms)
     tuning, steps, confirmation = (
         file.with_stem(file.stem.replace("atlas", f"atlas-{stage}"))
         for stage in ("tuning", "steps", "confirmation")
     )
     if lengths:
-        lengths = dict(sorted({**lengths, USUAL_STEPS: arms[BASELINE]}.items()))
         print()
         lengths_table(lengths, names)
         confirmed = {arm.name: arm for arm in read_arms([str(confirmation)])}
