@@ -66,11 +66,7 @@ def build_parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command: "completion", then options.
-
-    Raises:
-        ValueError: without a shell.
-    """
+    """Run the command: "completion", then options."""
     args = build_parser().parse_args(argv[1:])
     if args.line is not None:
         print("\n".join(complete(args.line)))

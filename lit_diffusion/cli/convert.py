@@ -78,11 +78,7 @@ in the file is executed.""",
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command: "convert", "export" or "import", then options.
-
-    Raises:
-        ValueError: if the file or checkpoint cannot be converted.
-    """
+    """Run the command: "convert", "export" or "import", then options."""
     match argv[1:2]:
         case ["export"]:
             args = build_parser("export").parse_args(argv[2:])
@@ -112,12 +108,12 @@ def export(
     name: str | None = None,
     notes: str = "",
 ) -> str:
-    """Write the network of a checkpoint, with a model card.
+    """Write the network of a checkpoint, with a model card. Return text for the user.
 
     Args:
         checkpoint: checkpoint file, run folder, exported folder, or name of a packaged model.
         folder: folder to write.
-        weights: "ema", "raw", "ema_<decay>" or "power_<width>", as in `checkpoints.load`.
+        weights: "ema", "raw", "ema_<decay>" or "power_<width>".
         form: "safetensors" (see `interchange.exported`) or "diffusers" (see
             `interchange.diffusers_folder`).
         vae: folder of the AutoencoderKL to include with a latent DiT in the form "diffusers".
@@ -127,9 +123,6 @@ def export(
         license: license of the weights in the model card. None omits the license.
         name: name of the model in the model card. None means the name of `folder`.
         notes: Markdown to add to the model card.
-
-    Returns:
-        Text that says what was written.
 
     Raises:
         ValueError: if the checkpoint does not describe its network, or if diffusers does not

@@ -43,11 +43,7 @@ def run(argv: Sequence[str]) -> None:
     """Run the command: "encode", then options."""
     args = build_parser().parse_args(argv[1:])
     check_exists("folder", args.images, args.vae)
-    from lit_diffusion.cli.encoding import (
-        encode_shards,
-        launcher_rank_and_world_size,
-        plan_shards,
-    )
+    from lit_diffusion.cli.encoding import encode_shards, launcher_rank_and_world_size, plan_shards
     from lit_diffusion.data.image_folder import ImageFolder
     from lit_diffusion.modules.vae import VAECodec
 

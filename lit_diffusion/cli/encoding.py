@@ -32,11 +32,8 @@ def plan_shards(
 ) -> LatentIndex:
     """Write the index of a folder of latents, or check that the existing index fits.
 
-    If `flips` is set, but the existing index has no flips, they are added to it.
-
-    Raises:
-        ValueError: if the latents in the folder were encoded from different images, with a
-            different VAE, or with a different `shard_size`. The message names the difference.
+    If `flips` is set, but the existing index has no flips, they are added to it. Latents from other
+    images, from another VAE or with another `shard_size` raise a ValueError.
     """
     require_at_least(1, shard_size=shard_size)
     codec.encoded_shape(images.image_shape)

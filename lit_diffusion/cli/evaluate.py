@@ -4,20 +4,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lit_diffusion.cli.options import (
-    SPLITS,
-    Parser,
-    add_checkpoint,
-    add_data,
-    add_sampling,
-    check_checkpoints,
-    check_exists,
-    import_heavy,
-    integer,
-    numbers,
-    parse_sampling,
-    sampling_options,
-)
+from lit_diffusion.cli import options
+from lit_diffusion.cli.options import SPLITS, Parser, integer, numbers
 
 WITH_IMAGES = {
     *("--images", "--checkpoint", "--trust", "--data", "--reference", "--extractor"),
@@ -39,7 +27,7 @@ def build_parser() -> Parser:
 A table is printed to stderr, and the record with all settings to stdout as JSON. torch-fidelity
 computes the scores from PNG files. Compare only scores of equal numbers of images.""",
     )
-    add_checkpoint(parser, required=False)
+    options.add_checkpoint(parser, required=False)
     add = parser.add_argument
     text = """folder of images to score instead of generated ones; --reference, --checkpoint or
         --data then says what the real images are"""
@@ -47,7 +35,7 @@ computes the scores from PNG files. Compare only scores of equal numbers of imag
     text = """real images: train, val (default) or test split of the data of the run, a folder, or
         an .npz; for latents, the default is the reference of the run's FID"""
     add("--reference", metavar="R", help=text)
-    add_data(parser)
+    options.add_data(parser)
     text = """network of the FID: inception-v3-compat, dinov2-vit-l-14, clip-vit-b-32, digits-cnn,
         patches-cnn, or a file written by `train-extractor` (default: the run's network, else
         inception-v3-compat)"""
@@ -57,13 +45,13 @@ computes the scores from PNG files. Compare only scores of equal numbers of imag
     add("--out", metavar="DIR", help="folder for the generated images (default: they are deleted)")
     text = "score EMA weights of these relative widths on the same seeds; needs PowerEMA in the run"
     add("--ema", type=numbers, metavar="0.02,0.05,0.1", help=text)
-    add_sampling(parser)
+    options.add_sampling(parser)
     return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "evaluate", then options."""
-    args = parse_sampling(build_parser(), argv[1:])
+    args, sampling = options.parse_sampling(build_parser(), argv[1:])
     if args.images is not None:
         passed = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
         if generating := [name for name in passed if name.replace("_", "-") not in WITH_IMAGES]:
@@ -79,16 +67,16 @@ def run(argv: Sequence[str]) -> None:
             )
     elif args.checkpoint is None:
         raise ValueError("needs images to score: add --checkpoint C, --images DIR, or both.")
-    check_checkpoints(args.checkpoint)
-    check_exists("config", *(args.data or ()))
-    with import_heavy():
+    options.check_checkpoints(args.checkpoint)
+    options.check_exists("config", *(args.data or ()))
+    with options.import_heavy():
         from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
 
     names = ("images", "num", "out", "reference", "data", "extractor")
-    options = EvaluationOptions(sampling_options(args), **{n: getattr(args, n) for n in names})
+    evaluation = EvaluationOptions(sampling, **{name: getattr(args, name) for name in names})
     if args.ema:
-        print(json.dumps(score_widths(options, args.ema), indent=1))
+        print(json.dumps(score_widths(evaluation, args.ema), indent=1))
         return
-    record = evaluate(options)
+    record = evaluate(evaluation)
     print(table(record), file=sys.stderr)
     print(json.dumps(record, indent=1))

@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from lit_diffusion.checkpoints.averages import (
-    average_names,
-    read_power_averages,
-    select_weights,
-)
+from lit_diffusion.checkpoints.averages import average_names, read_power_averages, select_weights
 from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.generator import load_generator
@@ -134,10 +130,6 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
 
     As soon as a width is scored, its record is appended to ema-curve.jsonl in the run folder. The
     command `lit-diffusion compare` reads this file.
-
-    Args:
-        options: how to generate and score images.
-        widths: relative widths of the EMA, as in `PowerEMA`.
 
     Returns:
         A record for JSON: the records by width, the best width, and the paths of the figure and of

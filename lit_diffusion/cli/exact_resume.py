@@ -12,11 +12,7 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -31,11 +27,7 @@ from lit_diffusion.callbacks.trainer_state import (
 )
 from lit_diffusion.checkpoints.reading import read_step
 from lit_diffusion.cli.loggers import AppendingCSVLogger, rewind_evaluations
-from lit_diffusion.metrics.evaluation_record import (
-    ImageCount,
-    parse_image_count,
-    start_image_count,
-)
+from lit_diffusion.metrics.evaluation_record import ImageCount, parse_image_count, start_image_count
 
 BETWEEN_BATCHES = "between accumulated batches"
 
@@ -106,7 +98,7 @@ class ExactResume(AccumulationTracker, Callback):
         if reason := self._why_inexact(trainer):
             checkpoint["resumes_inexactly"] = reason
         if trainer.should_stop:
-            for stopper in _early_stoppings(trainer):
+            for stopper in trainer.early_stopping_callbacks:
                 if stopper.stopping_reason_message:
                     checkpoint["stopped_early"] = stopper.stopping_reason_message
         # Otherwise, for example after an error, metrics may not be computed on all ranks.
@@ -181,7 +173,7 @@ class ExactResume(AccumulationTracker, Callback):
                     callback.on_train_epoch_start(trainer, pl_module)
         if loop.restarted_on_train_batch_end:
             _update_plateau_schedulers(trainer)
-        if isinstance(self._stopped_early, str) and _early_stoppings(trainer):
+        if isinstance(self._stopped_early, str) and trainer.early_stopping_callbacks:
             trainer.should_stop = True
             fix = "Leave out EarlyStopping to train on."
             rank_zero_info(f"This run was stopped early: {self._stopped_early} {fix}")
@@ -222,11 +214,6 @@ def _update_plateau_schedulers(trainer: Trainer) -> None:
         epochs.completed -= 1
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epochs.completed += 1
-
-
-def _early_stoppings(trainer: Trainer) -> list[EarlyStopping]:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return [each for each in callbacks if isinstance(each, EarlyStopping)]
 
 
 def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -78,12 +78,7 @@ To write images, use `lit-diffusion sample`.
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run a command line whose first word is fit, validate, test or predict.
-
-    Raises:
-        ValueError: if an option or the config is wrong, if the run folder contains another run, or
-            if the checkpoint does not fit the config.
-    """
+    """Run a command line whose first word is fit, validate, test or predict."""
     command, *options = argv
     if {"-h", "--help", "--help=all"} & set(options):
         if options[-1] not in ("all", "--help=all"):

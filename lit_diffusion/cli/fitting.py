@@ -41,7 +41,7 @@ from lit_diffusion.checkpoints.loading import (
 )
 from lit_diffusion.checkpoints.reading import check_resumable, limit_parameters, read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
-from lit_diffusion.cli import changed_settings
+from lit_diffusion.cli import changed_settings, run_callbacks, run_folder
 from lit_diffusion.cli.changed_settings import ApplyChangedHyperparameters, differences
 from lit_diffusion.cli.exact_resume import ExactResume, completed_epochs
 from lit_diffusion.cli.fit import HELP, missing_model
@@ -52,22 +52,8 @@ from lit_diffusion.cli.options import (
     FLOAT32_PRECISIONS,
     set_float32_precision,
 )
-from lit_diffusion.cli.run_callbacks import (
-    apply_callback_options,
-    contains,
-    skip_empty_hooks,
-    split_callback_options,
-    with_defaults,
-    with_last_checkpoint,
-)
-from lit_diffusion.cli.run_folder import (
-    Request,
-    latest_config,
-    model_settings,
-    occupied,
-    read_config,
-    refuse_mixing,
-)
+from lit_diffusion.cli.run_callbacks import contains
+from lit_diffusion.cli.run_folder import Request, read_config
 from lit_diffusion.cli.run_outputs import RunConfig, requeue_line, resume_line, summary
 from lit_diffusion.config.messages import describe_error, explain_parse_error, is_user_error
 from lit_diffusion.config.trust import allow_class_paths, is_within
@@ -77,12 +63,7 @@ from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, print_error, 
 
 
 def run_request(request: Request) -> None:
-    """Run a command line.
-
-    Raises:
-        ValueError: if the config is wrong, if the run folder contains another run, or if the
-            checkpoint does not fit the config.
-    """
+    """Run a command line."""
     if request.requeued:
         rank_zero_only(print)(requeue_line(request), file=sys.stderr)
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
@@ -154,7 +135,7 @@ class RunCLI(LightningCLI):
         request, configs = self.request, []
         if self._saved_model is not None:
             configs.append(yaml.safe_dump({"model": self._saved_model}))  # JSON has no inf
-        config = latest_config(request.root) if request.holds_checkpoint else None
+        config = run_folder.latest_config(request.root) if request.holds_checkpoint else None
         if config and not request.configs:
             configs.append(yaml.safe_dump(read_config(config)))
         arguments = [request.command, *(x for text in configs for x in ("--config", text))]
@@ -171,14 +152,14 @@ class RunCLI(LightningCLI):
         """Parse the arguments; raise a ValueError with a short message for a mistake."""
         assert isinstance(args, list)
         command = self.request.command
-        args, by_name = split_callback_options(map(_rewrite_nested_null, args))
+        args, by_name = run_callbacks.split_callback_options(map(_rewrite_nested_null, args))
         try:
             if by_name:
                 config = parser.parse_args([a for a in args if "--print_config" not in a])
                 dumped = yaml.safe_load(parser.dump(config, skip_unset=False, skip_validation=True))
                 callbacks = dumped[command]["trainer"]["callbacks"] or []
                 callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-                changed = yaml.safe_dump(apply_callback_options(callbacks, by_name))
+                changed = yaml.safe_dump(run_callbacks.apply_callback_options(callbacks, by_name))
                 args = [*args, f"--trainer.callbacks={changed}"]
             self.config = parser.parse_args(args)
         except ArgumentError as error:
@@ -224,7 +205,7 @@ class RunCLI(LightningCLI):
         """Raise an error for wrong settings, or if a fit would overwrite or repeat a run."""
         request = self.request
         if self._saved_model is not None and request.checkpoint is not None:
-            model, settings = self.config_dump["model"], model_settings(request)
+            model, settings = self.config_dump["model"], run_folder.model_settings(request)
             check_codec_folder(model, request.checkpoint, request.trust, settings)
         trainer = self.config_dump["trainer"]
         if trainer["max_steps"] is None:
@@ -233,7 +214,7 @@ class RunCLI(LightningCLI):
             if isinstance(value := trainer[name], int) and value < 1:
                 raise ValueError(f"trainer.{name} must be at least 1, got {value}.")
         if self.writes:
-            rank_zero_only(refuse_mixing)(self.request)
+            rank_zero_only(run_folder.refuse_mixing)(self.request)
             self._refuse_finished(trainer["max_steps"], trainer["max_epochs"])
 
     def _refuse_finished(self, max_steps: int, max_epochs: int | None) -> None:
@@ -293,15 +274,14 @@ class RunCLI(LightningCLI):
         except MisconfigurationException as error:
             if "No supported gpu backend" not in str(error):
                 raise
-            text = (
+            raise ValueError(
                 "trainer.accelerator=gpu needs a GPU, but this machine has none; use auto or cpu."
-            )
-            raise ValueError(text) from None
+            ) from None
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment not in plugins:
             # Lightning would save and requeue inside a signal handler, whatever the command.
             environment.auto_requeue = False
-        skip_empty_hooks(trainer.callbacks)  # type: ignore[attr-defined]
+        run_callbacks.skip_empty_hooks(trainer.callbacks)  # type: ignore[attr-defined]
         return trainer
 
     @property
@@ -328,7 +308,9 @@ class RunCLI(LightningCLI):
     def _callbacks(self, config: Any) -> list[Callback]:
         """Return the callbacks; raise ValueError if the command would give no useful results."""
         shows_progress = config.enable_progress_bar is not False
-        callbacks = with_defaults(config.callbacks, fits=self.is_fit, shows_progress=shows_progress)
+        callbacks = run_callbacks.with_defaults(
+            config.callbacks, fits=self.is_fit, shows_progress=shows_progress
+        )
         # Metrics of raw weights must not be mistaken for metrics of the averages in the file.
         if not self.is_fit and self._has_averages and not contains(callbacks, WeightsProvider):
             raise ValueError(
@@ -343,7 +325,8 @@ class RunCLI(LightningCLI):
         if self.writes:
             callbacks += [ApplyChangedHyperparameters(self.changed), ExactResume()]
             if config.enable_checkpointing is not False:
-                return with_last_checkpoint(callbacks, self.request.root / "checkpoints")
+                folder = self.request.root / "checkpoints"
+                return run_callbacks.with_last_checkpoint(callbacks, folder)
         redeliver_signal()
         return callbacks
 
@@ -354,7 +337,7 @@ class RunCLI(LightningCLI):
         """Lock the run folder, and check that a resume can append to its files."""
         root = self.request.root
         if self.writes:
-            self._stack.enter_context(occupied(root))
+            self._stack.enter_context(run_folder.occupied(root))
             read_rows(root / "metrics.csv")
             read_evaluations(root / "evaluations.jsonl")
 
@@ -499,12 +482,8 @@ def _failed_init(error: BaseException) -> str:
 def explain(error: BaseException, request: Request, untrained: bool) -> ValueError | None:
     """Explain an error that a checkpoint or setting has caused in torch or Lightning.
 
-    Args:
-        error: error that ended a run.
-        request: the command line.
-        untrained: whether the error occurred before the first optimizer step after the checkpoint
-            was loaded. If so, an error in an optimizer is attributed to the optimizer state in the
-            checkpoint.
+    If `untrained`, the error occurred before the first optimizer step after the checkpoint was
+    loaded. An error in an optimizer is then attributed to the optimizer state in the checkpoint.
 
     Returns:
         A readable error, or None for an error with another cause.

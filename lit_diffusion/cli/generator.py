@@ -1,6 +1,5 @@
 """Generate images from a checkpoint, with options for labels, solver, guidance and editing."""
 
-from argparse import ArgumentError
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,20 +9,19 @@ from typing import Any
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from lit_diffusion import solvers
 from lit_diffusion.checkpoints.loading import (
     LoadedModule,
+    instantiate,
     load_module,
     read_class_names,
     split_weights_suffix,
 )
 from lit_diffusion.cli.options import SamplingOptions, set_float32_precision, usable_device
-from lit_diffusion.config.messages import explain_parse_error
-from lit_diffusion.config.trust import allow_class_paths
+from lit_diffusion.config.messages import parameter_names
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.metrics.images import OVERVIEWS, read_image
 from lit_diffusion.modules.checks import check_clipping, check_codec, check_sampling
@@ -121,13 +119,10 @@ class ImageGenerator:
 def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGenerator:
     """Load a checkpoint, and set the solver and guidance of the options.
 
-    Args:
-        options: how to generate images.
-        check: whether to check that the solver, process, guidance and loss fit each other. False if
-            the caller will replace the solver.
+    If `check` is set, the solver, process, guidance and loss must fit each other. Otherwise, the
+    caller will replace the solver.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
         ValueError: if the model does not support an option.
     """
     assert options.checkpoint is not None
@@ -168,15 +163,10 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 
 
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
-    """Parse --labels, which has numbers or names of classes.
+    """Parse --labels: numbers or names of classes, separated by commas; -1 means no class.
 
     A class can be given by its label or by its name. As an exception, if the name of a class is a
     number that differs from its label, all classes must be given by name.
-
-    Args:
-        text: value of the option: numbers or names, separated by commas. -1 means no class.
-        num_classes: number of classes of the model; None for a model without classes.
-        names: names of the classes; empty if the classes have no names.
 
     Example:
         >>> read_labels("dog,-1,0", 2, ["cat", "dog"]), read_labels("5", 2, ["3", "5"])
@@ -239,7 +229,7 @@ def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
     return spec
 
 
-def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
+def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Any:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
     Arguments that are not set come from the solver in the checkpoint. If --solver names a class
@@ -254,30 +244,21 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     arguments = list(options.solver_options)
     if options.steps is not None:
         arguments.append(f"--solver.steps={options.steps}")
-    is_other = spec["class_path"] != current["class_path"]
-    parser = ArgumentParser(exit_on_error=False)
-    with allow_class_paths(options.trust):
-        # With `current` as the default, its arguments would be reported as dropped.
-        parser.add_argument("--solver", type=Solver, default=None if is_other else current)
-        try:
-            if is_other:
-                init_args = dict(spec.get("init_args", {}))
-                if spec["class_path"] == "lit_diffusion.solvers.DDPM":
-                    learned = module.loss.output_factor == 2
-                    init_args.setdefault("variance", "LearnedRange" if learned else "FixedSmall")
-                spec = spec | {"init_args": init_args}
-                parsed = parser.parse_args([f"--solver={yaml.safe_dump(spec)}", *arguments])
-                accepted, trained = (each.get("init_args", {}) for each in (parsed.solver, current))
-                names = [n for n in ("steps", "times", "clip") if n in accepted and n in trained]
-                spec = spec | {"init_args": {n: trained[n] for n in names} | init_args}
-            # YAML, because JSON has no inf
-            parsed = parser.parse_args([f"--solver={yaml.safe_dump(spec)}", *arguments])
-            solver: Solver = parser.instantiate(parsed).solver
-        except (ArgumentError, ValueError) as error:
-            message = explain_parse_error(error)
-            dashes = "--" if message.startswith("solver") else ""
-            raise ValueError(dashes + message) from error
-    return solver
+
+    def build(*specs: dict[str, Any]) -> Any:
+        return instantiate(specs, Solver, options.trust, "the options", arguments, key="solver")
+
+    if spec["class_path"] == current["class_path"]:
+        return build(current, spec)
+    init_args = spec.get("init_args", {})
+    if spec["class_path"] == "lit_diffusion.solvers.DDPM":
+        learned = module.loss.output_factor == 2
+        init_args = {"variance": "LearnedRange" if learned else "FixedSmall"} | init_args
+    build(spec | {"init_args": init_args})  # imports the class
+    names = {"steps", "times", "clip"}.intersection(parameter_names(spec["class_path"]))
+    trained = current.get("init_args", {})
+    inherited = {name: trained[name] for name in names & trained.keys()}
+    return build(spec | {"init_args": inherited | init_args})
 
 
 def editing_solver(module: Any, options: SamplingOptions) -> Any:
@@ -303,14 +284,11 @@ def build_guidance(
 ) -> tuple[Guidance | None, dict[str, Any] | None]:
     """Build the guidance of --guidance, --weaker and --classifier.
 
-    Args:
-        module: module to guide. It must already be on the final device and have the final solver.
-        options: options that change the guidance.
+    The module must already be on its final device, and have its final solver.
 
     Returns:
-        A tuple `(guidance, record)`. The guidance is None for classifier-free guidance with a scale
-        of 1, which has no effect. The record describes the model that --weaker or --classifier
-        names. The record is None if neither option is set.
+        The guidance, and a record of the model that --weaker or --classifier names. The guidance is
+        None for classifier-free guidance with a scale of 1, which has no effect.
 
     Raises:
         ValueError: if the module does not support the guidance, or if the model of --weaker or

@@ -43,9 +43,6 @@ def table(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
     whole = Image.new("RGB", (sum(widths), sum(heights)), "white")
     for row, height, bottom in zip(rows, heights, accumulate(heights), strict=True):
         for picture, width, right in zip(row, widths, accumulate(widths), strict=True):
-            left, top = (
-                right - (width + picture.width) // 2,
-                bottom - (height + picture.height) // 2,
-            )
-            whole.paste(picture, (left, top))
+            left = right - (width + picture.width) // 2
+            whole.paste(picture, (left, bottom - (height + picture.height) // 2))
     return whole

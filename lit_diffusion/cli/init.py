@@ -99,13 +99,7 @@ as in photos/flowers/rose/1.jpg, the model learns the classes.""",
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command: "init", then options.
-
-    Raises:
-        FileExistsError: if the folder has a config or a README already.
-        FileNotFoundError: if there is no folder of images.
-        ValueError: if a size or path is wrong, or if the data module could not use the images.
-    """
+    """Run the command: "init", then options."""
     args = build_parser().parse_args(argv[1:])
     if not args.folder:
         raise ValueError("DIR must not be empty.")
@@ -148,7 +142,6 @@ def count_images(root: Path) -> tuple[int, list[str]]:
     """Number of image files below a folder, and the names of its class folders.
 
     Raises:
-        FileNotFoundError: if the folder does not exist.
         ValueError: if the folder has fewer than four images, an empty class folder, or images both
             inside and outside of class folders.
     """
@@ -191,13 +184,8 @@ def build_config(
 ) -> str:
     """Return the text of configs/folder-small.yaml, adapted to a folder of images.
 
-    Args:
-        images: folder of the training images.
-        folder: folder of the config, in which `fit` creates the run folder.
-        num: number of images. A tenth of them, at least 2 and at most 50, is held out.
-        size: pixels on each side of a crop.
-        has_classes: whether to train on class labels.
-        method: `DEFAULT_METHOD`, or the name of a file in configs/methods.
+    The run folder is `folder`/run. Of the `num` images, a tenth, at least 2 and at most 50, is held
+    out. `method` is `DEFAULT_METHOD`, or the name of a file in configs/methods.
     """
     text = check_regular(shipped_configs() / "folder-small.yaml").read_text()
     text = text[text.index("seed_everything:") :]

@@ -26,7 +26,6 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
         used: arguments of the module in the config. Differences from the source are reported.
 
     Raises:
-        FileNotFoundError: if the source does not exist.
         ValueError: if no weight of the source fits, or if a weight that fits is not finite.
     """
     description, state, settings = read_init(source)
@@ -107,9 +106,8 @@ def match_weights(
     Shapes may differ in axes of length 1.
 
     Returns:
-        The weights that fit, reshaped to the module's shapes, and a dictionary. Its keys say
-        what happens to weights, such as "copied" or "reshaped". Its values list the names of these
-        weights.
+        The weights that fit, reshaped to the module's shapes, and the names of all weights by what
+        happens to them, such as "copied".
     """
     comparable = [
         n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])

@@ -122,10 +122,7 @@ def _to_csv(columns: list[str], rows: Iterable[Row]) -> str:
 def read_rows(path: str | Path) -> list[Row]:
     """Read the rows of a metrics.csv; [] if there is no file.
 
-    Empty cells and an incomplete last row are left out.
-
-    Raises:
-        ValueError: if the file is not CSV, or a step is not a number.
+    Empty cells and an incomplete last row are left out. A damaged file raises a ValueError.
     """
     if not os.path.lexists(path):
         return []
@@ -143,10 +140,7 @@ def read_rows(path: str | Path) -> list[Row]:
 def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
     """Read the records of an evaluations.jsonl; [] if there is no file.
 
-    An incomplete last line is left out.
-
-    Raises:
-        ValueError: if a line is not an evaluation.
+    An incomplete last line is left out. A damaged file raises a ValueError.
     """
     if not os.path.lexists(path):
         return []

@@ -12,12 +12,7 @@ from types import ModuleType
 
 from lit_diffusion import __version__
 from lit_diffusion.cli.terminal import RED, paint, paint_help
-from lit_diffusion.config.messages import (
-    describe_error,
-    is_out_of_memory,
-    is_user_error,
-    suggest,
-)
+from lit_diffusion.config.messages import describe_error, is_out_of_memory, is_user_error, suggest
 from lit_diffusion.config.shipped import use_shipped_configs
 from lit_diffusion.signals import record_signals
 
@@ -59,15 +54,10 @@ MISTAKES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, and return its exit code (see docs/command-line.md).
 
-    Args:
-        argv: arguments without the program's name; None means `sys.argv[1:]`.
-
-    Returns:
-        The exit code (see docs/command-line.md): 0 for success, 1 for a failure, 2 for a mistake of
-        the user, 75 if a signal stopped a run that has been saved and should be restarted, and
-        `128 + n` if signal n stopped the command.
+    The code is 0 for success, 1 for a failure, 2 for a mistake of the user, 75 if a signal stopped
+    a run that has been saved and should be restarted, and 128 + n if signal n stopped the command.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, as by >&-

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lit_diffusion.cli.terminal import paint_help
@@ -36,19 +37,16 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that reports a wrong option as a ValueError with one line of text.
 
     `--help` lists the options that were added by `add_argument`. `--help all` also lists the
-    options that were added by `add_rare`.
-
-    Args:
-        command: words after `lit-diffusion`.
-        description: text of `--help`; its lines are not rewrapped.
-        add_help: whether to add the option `--help`.
+    options that were added by `add_rare`. The lines of the description are not rewrapped.
     """
 
     def __init__(self, command: str, description: str = "", add_help: bool = True) -> None:
         super().__init__(
             f"lit-diffusion {command}",
             description=description,
-            formatter_class=_HelpFormatter,
+            formatter_class=partial(
+                argparse.RawDescriptionHelpFormatter, max_help_position=27, width=100
+            ),
             allow_abbrev=False,
             add_help=False,
         )
@@ -128,13 +126,6 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(explain_parse_error(ValueError(message), options))
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Preserves the lines of the description; 100 columns wide."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=27, width=100)
-
-
 class _Help(argparse.Action):
     """Prints the help, without rare options unless the value is "all"."""
 
@@ -153,10 +144,8 @@ class SamplingOptions:
 
     An option that is None leaves the setting of the checkpoint unchanged. `solver_options` are
     strings of the form "--solver.NAME=VALUE". If `checkpoint` is None, no images are generated, and
-    `batch_size` is the batch size for reading existing images.
-
-    Raises:
-        ValueError: for options that exclude each other.
+    `batch_size` is the batch size for reading existing images. Options that exclude each other
+    raise a ValueError.
     """
 
     checkpoint: str | None
@@ -183,15 +172,14 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}.")
-        if self.prompt and self.labels is not None:
-            raise ValueError("--labels and --prompt exclude each other; leave one out.")
+        for pair in (("labels", "prompt"), ("weaker", "classifier"), ("mask", "strength")):
+            if all(getattr(self, name) is not None for name in pair):
+                raise ValueError(f"--{' and --'.join(pair)} exclude each other; leave one out.")
         if self.steps is not None and any("--solver.steps" in o for o in self.solver_options):
             raise ValueError("--steps and --solver.steps set the same number; leave one out.")
         self._check_guidance()
         if self.init is None and (self.mask or self.strength is not None):
             raise ValueError("--mask and --strength need --init, an image or a folder of images.")
-        if self.mask and self.strength is not None:
-            raise ValueError("--mask and --strength exclude each other; leave one out.")
         if self.mask and (self.solver or self.solver_options):
             raise ValueError(
                 "--mask uses RePaint with the steps and times of the checkpoint's own solver; "
@@ -199,8 +187,6 @@ class SamplingOptions:
             )
 
     def _check_guidance(self) -> None:
-        if self.weaker and self.classifier:
-            raise ValueError("--weaker and --classifier exclude each other; leave one out.")
         if self.guidance_rescale and (self.weaker or self.classifier):
             raise ValueError(
                 "--guidance_rescale applies to classifier-free guidance; leave out "
@@ -249,11 +235,7 @@ def import_heavy() -> Iterator[None]:
 
 
 def require_lab() -> None:
-    """Check that the packages of the extra [lab] are installed.
-
-    Raises:
-        ModuleNotFoundError: if a package is missing.
-    """
+    """Raise ModuleNotFoundError if a package of the extra [lab] is not installed."""
     try:
         import markdown_it  # noqa: F401
         import matplotlib  # noqa: F401
@@ -265,11 +247,7 @@ def require_lab() -> None:
 
 
 def check_exists(what: str, *paths: str | None) -> None:
-    """Check that the paths of an option exist, before torch is imported.
-
-    Raises:
-        FileNotFoundError: if a path does not exist. The message calls it `what`, such as "config".
-    """
+    """Raise FileNotFoundError if a path does not exist; the message calls it `what`."""
     for path in paths:
         if path is not None and not os.path.exists(path):
             here = "" if os.path.isabs(path) else f" (here: {os.getcwd()})"
@@ -277,11 +255,7 @@ def check_exists(what: str, *paths: str | None) -> None:
 
 
 def check_checkpoints(*paths: str | None) -> None:
-    """Check that checkpoints exist or are packaged models, before torch is imported.
-
-    Raises:
-        FileNotFoundError: if a checkpoint does not exist. The message lists the packaged models.
-    """
+    """Raise FileNotFoundError if a path is neither a checkpoint nor a packaged model."""
     try:
         check_exists("run folder or checkpoint", *(p for p in paths if p and not find_model(p)))
     except FileNotFoundError as error:
@@ -289,21 +263,16 @@ def check_checkpoints(*paths: str | None) -> None:
         raise FileNotFoundError(text) from None
 
 
-def parse_sampling(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of `add_sampling`. Options --solver.NAME become `solver_options`."""
+def parse_sampling(
+    parser: Parser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, SamplingOptions]:
+    """Parse options; return all of them, and those of `add_checkpoint` and `add_sampling`."""
     args, others = parser.parse_prefixed(argv, "--solver.")
     args.solver_options = tuple(others)
-    return args
-
-
-def sampling_options(args: argparse.Namespace) -> SamplingOptions:
-    """The `SamplingOptions` in the result of `parse_sampling`."""
-    values: dict[str, Any] = {
-        each.name: getattr(args, each.name) for each in fields(SamplingOptions)
-    }
     if args.init and not args.mask and args.strength is None:
-        values["strength"] = STRENGTH
-    return SamplingOptions(**values)
+        args.strength = STRENGTH
+    options = {each.name: getattr(args, each.name) for each in fields(SamplingOptions)}
+    return args, SamplingOptions(**options)
 
 
 def add_checkpoint(parser: Parser, required: bool) -> None:
@@ -424,11 +393,9 @@ def _two_numbers(text: str) -> tuple[float, float]:
 
 
 def set_float32_precision(name: str | None) -> None:
-    """Set the precision of float32 matrix products and convolutions on CUDA.
+    """Set the precision of float32 matrix products and convolutions on CUDA, unless None.
 
-    Args:
-        name: "ieee" for a mantissa of 23 bits, or "tf32" for 10 bits, which is faster. None changes
-            nothing.
+    "ieee" has a mantissa of 23 bits, and "tf32", which is faster, 10 bits.
     """
     import torch
 
@@ -438,14 +405,9 @@ def set_float32_precision(name: str | None) -> None:
 
 
 def usable_device(name: str | None) -> "torch.device":
-    """Return the device that --device names, after a check that this machine has it.
+    """Return the device that --device names; ValueError if it is not available.
 
-    Args:
-        name: "cpu", "cuda", "cuda:1", and so on. None means the GPU whose number is in LOCAL_RANK
-            (0 if unset), or the CPU if there is no GPU.
-
-    Raises:
-        ValueError: if the device is not available.
+    None means the GPU whose number is in LOCAL_RANK (0 if unset), or the CPU if there is no GPU.
     """
     import torch
 

@@ -116,9 +116,6 @@ CallbackOption = tuple[str, str | None, str]
 def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[CallbackOption]]:
     """Split options into options for jsonargparse and options that name a callback class.
 
-    Raises:
-        ValueError: for an option without a value.
-
     Example:
         >>> split_callback_options(["--data=Digits", "--trainer.callbacks.EMA.decays=[0.9]"])[1]
         [('EMA', 'decays', '[0.9]')]
@@ -149,10 +146,6 @@ def apply_callback_options(
     """Apply options to the callbacks of a config, which are dicts of class_path and init_args.
 
     The dicts are changed in place. The returned list lacks the callbacks that options remove.
-
-    Raises:
-        ValueError: if the config does not have exactly one callback of the class that an option
-            names, or if the value of the option cannot be set.
     """
     callbacks = list(callbacks)
     for name, argument, text in options:

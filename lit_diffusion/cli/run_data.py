@@ -29,13 +29,8 @@ def read_data_settings(
 ) -> tuple[list[dict[str, Any]], str]:
     """Read the `data` sections of `configs`, or of the run's config if there are no `configs`.
 
-    Returns:
-        The sections, and the paths of their configs as text for messages.
-
-    Raises:
-        FileNotFoundError: if a config or the checkpoint does not exist.
-        ValueError: if there are no `configs`, and the checkpoint is not in the folder of a run
-            that has a config.
+    Also return the paths of the configs as text for messages. Without `configs`, a checkpoint that
+    is in no run folder with a config raises a ValueError.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     file = latest_config(root) if root else None
@@ -119,12 +114,8 @@ def protocol_of_run(checkpoint: str | None) -> str:
     """Name of a run's FID protocol, from its last evaluation or else from its config.
 
     If the user trained the feature extractor, the name is the path of the extractor's copy in the
-    run folder, and never a path outside the run folder.
-
-    Raises:
-        ValueError: if the run has no evaluations, and the extractor in its config cannot be found.
-            The extractor must be shipped with lit-diffusion, or be a .safetensors file with exactly
-            one copy in the run folder.
+    run folder, and never a path outside the run folder. Without evaluations, the extractor in the
+    config must be shipped with lit-diffusion, or have exactly one copy in the run folder.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:
@@ -140,16 +131,11 @@ def protocol_of_run(checkpoint: str | None) -> str:
 def _protocol_of_config(root: Path) -> str:
     """Name, or path of the copy, of the extractor in a run's config; InceptionV3Compat if none."""
     file = latest_config(root)
-    trainer = (read_config(file) if file else {}).get("trainer")
-    callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
-    evaluations = [
-        callback
-        for callback in (callbacks if isinstance(callbacks, list) else [callbacks])
-        if isinstance(callback, dict) and str(callback.get("class_path")).endswith("FIDEvaluation")
-    ]
-    if not evaluations:
-        return InceptionV3Compat.name
-    extractor = (evaluations[0].get("init_args") or {}).get("extractor")
+    callbacks = ((read_config(file) if file else {}).get("trainer") or {}).get("callbacks")
+    extractor: Any = InceptionV3Compat.name
+    for callback in reversed(callbacks if isinstance(callbacks, list) else [callbacks]):
+        if isinstance(callback, dict) and str(callback.get("class_path")).endswith("FIDEvaluation"):
+            extractor = (callback.get("init_args") or {}).get("extractor")
     name, fix = _extractor_name(extractor), "name one by --extractor of `evaluate` or `analyze`"
     if name is None:
         raise ValueError(

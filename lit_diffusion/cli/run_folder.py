@@ -68,7 +68,7 @@ class Request:
 
 
 def read_command_line(argv: Sequence[str]) -> Request:
-    """Find the run folder and the checkpoint of a command line.
+    """Find the run folder and the checkpoint of a command line: the command, then its options.
 
     The run folder is, in this order of precedence:
 
@@ -77,14 +77,6 @@ def read_command_line(argv: Sequence[str]) -> Request:
       the folder that contains the config, because the run may have been moved;
     - the folder of the run that wrote the checkpoint;
     - runs/<name of the first config>.
-
-    Args:
-        argv: the command, then its options.
-
-    Raises:
-        FileNotFoundError: if the file of --ckpt_path does not exist.
-        ValueError: if a config is not a YAML mapping, if an option lacks its value, or if the path
-            in an option is not a regular file.
     """
     command = argv[0]
     parser = Parser(command, add_help=False)
@@ -163,9 +155,7 @@ def _join_configs(options: Sequence[str]) -> Iterator[str]:
 
 
 def read_config(config: str | Path) -> Any:
-    """Return the content of a config.
-
-    For a missing file, return {}, because the parser raises an error for this file later.
+    """Return the content of a config; {} for a missing file, for which the parser raises an error.
 
     If a run wrote the config, the path of the run folder in it is replaced by the current folder of
     the config, because the run may have been moved.
@@ -300,14 +290,10 @@ def refuse_mixing(request: Request) -> None:
 
 @contextmanager
 def occupied(root: Path) -> Iterator[None]:
-    """Context that creates a run folder and locks it against training by other processes.
+    """Context that creates a run folder and locks it; InUse if another process trains into it.
 
     The file lock is released when the process ends for any reason. It applies across nodes if the
     file system supports locks.
-
-    Raises:
-        InUse: if another process has the lock.
-        OSError: if the folder is not writable.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -129,13 +129,9 @@ def requeue_line(request: Request) -> str:
 
 
 def resume_line(request: Request, step: int, number: signal.Signals, saved: bool) -> str:
-    """Say which steps are lost after a signal has stopped a fit, and how to resume.
+    """Say which steps are lost after a signal has stopped a fit at `step`, and how to resume.
 
-    Args:
-        request: the command line.
-        step: optimizer steps completed.
-        number: the signal that stopped the fit.
-        saved: whether last.ckpt contains the last step.
+    `saved` says whether last.ckpt contains the last step.
     """
     last = checkpoint_file(request.root)
     text = f"Stopped by {number.name} at step {step}. "

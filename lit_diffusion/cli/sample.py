@@ -2,19 +2,8 @@
 
 from collections.abc import Sequence
 
-from lit_diffusion.cli.options import (
-    Parser,
-    add_checkpoint,
-    add_data,
-    add_sampling,
-    check_checkpoints,
-    check_exists,
-    import_heavy,
-    integer,
-    integers,
-    parse_sampling,
-    sampling_options,
-)
+from lit_diffusion.cli import options
+from lit_diffusion.cli.options import Parser, integer, integers
 from lit_diffusion.signals import print_error, raise_on_signals
 
 
@@ -42,7 +31,7 @@ images at each step. --compare generates the images with each solver and number 
 folder of its own. It writes the first twelve images to comparison.png, and the FIDs to
 comparison.csv and comparison.json.""",
     )
-    add_checkpoint(parser, required=True)
+    options.add_checkpoint(parser, required=True)
     add = parser.add_argument
     add("--num", type=integer, default=64, metavar="N", help="number of images (default 64)")
     add("--out", required=True, metavar="DIR", help="folder for the images")
@@ -55,15 +44,14 @@ comparison.csv and comparison.json.""",
     text = """real images for the FIDs of --compare: train, val (default) or test split of the data
         of the run, a folder, or an .npz"""
     parser.add_rare("--reference", metavar="R", help=text)
-    add_data(parser)
-    add_sampling(parser)
+    options.add_data(parser)
+    options.add_sampling(parser)
     return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "sample", then options."""
-    args = parse_sampling(build_parser(), argv[1:])
-    sampling = sampling_options(args)
+    args, sampling = options.parse_sampling(build_parser(), argv[1:])
     if args.compare is None:
         if args.compare_steps or args.reference or args.data:
             raise ValueError("--compare_steps, --reference and --data need --compare; add it.")
@@ -77,10 +65,10 @@ def run(argv: Sequence[str]) -> None:
                 "--compare sets solvers and numbers of steps, and starts from noise; leave out "
                 f"{', '.join(excluded)}."
             )
-    check_checkpoints(args.checkpoint)
-    check_exists("image or folder", args.init, args.mask)
-    check_exists("config", *(args.data or ()))
-    with import_heavy():
+    options.check_checkpoints(args.checkpoint)
+    options.check_exists("image or folder", args.init, args.mask)
+    options.check_exists("config", *(args.data or ()))
+    with options.import_heavy():
         from lit_diffusion.cli.generator import load_generator
         from lit_diffusion.cli.sampling import image_folder, unfinished_record, write_samples
 

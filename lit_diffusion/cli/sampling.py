@@ -55,10 +55,6 @@ def write_samples(
         num: number of images in the complete folder.
         folder: folder to write, created by `image_folder`.
         trajectory: whether to write the trajectories of the first images as well.
-
-    Raises:
-        ValueError: if `num` is below 1, if the folder has images that were generated with other
-            options, or if `trajectory` is True and the module has no attribute `watch`.
     """
     if num < 1:
         raise ValueError(f"--num must be at least 1, got {num}.")

@@ -20,13 +20,7 @@ from lit_diffusion.cli.generator import (
 from lit_diffusion.cli.image_grids import table, text_image, tile
 from lit_diffusion.cli.options import SamplingOptions
 from lit_diffusion.cli.run_data import protocol_of_run, real_images
-from lit_diffusion.cli.sampling import (
-    RECORD,
-    image_folder,
-    json_text,
-    read_samples,
-    write_samples,
-)
+from lit_diffusion.cli.sampling import RECORD, image_folder, json_text, read_samples, write_samples
 from lit_diffusion.files import atomic_write, atomic_write_text, checked_read, user_cache
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.images import as_image_set
@@ -84,10 +78,6 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
 
     The comparison is written to comparison.json, comparison.csv and comparison.png. If an
     interrupted command is repeated, existing images are not generated again.
-
-    Raises:
-        ValueError: if a solver is unknown, if a number of steps is below one, if the module does
-            not support a change of solver, or if no solver can run.
     """
     # --solver.NAME applies to the solvers of the comparison, not to the checkpoint's solver
     loading = replace(sampling, solver_options=())

@@ -34,12 +34,9 @@ class Frame(NamedTuple):
 
 
 class Trajectory:
-    """A `protocols.Watch` that records fewer than `MAX_GIF_STEPS` evenly spaced solver steps.
+    """A `protocols.Watch` of a module that records fewer than `MAX_GIF_STEPS` evenly spaced steps.
 
     Each x_t is divided by `sqrt(alpha**2 + sigma**2)`, so that it has the scale of an image.
-
-    Args:
-        module: module that calls this as its `watch`.
     """
 
     def __init__(self, module: Any) -> None:
@@ -61,12 +58,7 @@ class Trajectory:
 
 
 def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
-    """Write trajectory.png and trajectory.gif of the first of `num` images.
-
-    Raises:
-        ValueError: if the module has no attribute `watch`, the function that the solver calls
-            before every step.
-    """
+    """Write trajectory.png and trajectory.gif of the first of `num` images."""
     module: Any = generator.loaded.module
     if not hasattr(module, "watch"):
         raise ValueError(

@@ -17,14 +17,12 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     as `MeanFlow` after `DiffusionModule`, the arguments stay.
 
     Args:
-        previous: class path and arguments in the earlier configs and options; None if there are
-            none.
+        previous: class path and arguments in the earlier configs and options; None without any.
         spec: class path and arguments in the later config or option.
 
     Returns:
-        A message that lists removed arguments; None if there is nothing to list. It lists only
-        arguments that the new class also has and that `spec` does not set. It leaves out arguments
-        whose removed value equals the default of the new class.
+        A message that lists the removed arguments that the new class also has, unless `spec` sets
+        them or their value is the default of the new class. None if there are none.
     """
     if not previous or not previous.get("class_path") or "init_args" not in previous:
         return None

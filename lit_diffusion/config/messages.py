@@ -16,12 +16,7 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
 
     The message of jsonargparse is long, because it lists all alternatives for each nested class.
     This function takes the cause from the innermost exception, and the key from the exceptions
-    around it.
-
-    Args:
-        error: exception that a parser has raised.
-        options: names of the parser's options. If an option is unknown, the message suggests the
-            closest of these names.
+    around it. For an unknown option, it suggests the closest of the names `options`.
     """
     chain: list[BaseException] = []  # the error and its causes, the outermost first
     cause: BaseException | None = error
@@ -90,13 +85,10 @@ SYNONYMS = {"checkpoint": "ckpt_path", "ckpt_path": "checkpoint", "train": "fit"
 
 
 def suggest(name: str, names: Iterable[str], rule: str) -> str:
-    """Return an error message for a wrong name, with a suggestion.
+    """Return the message `rule` about a wrong name, with the closest of the valid `names`.
 
-    Args:
-        name: the wrong name.
-        names: the valid names. The message suggests the closest one, ignoring case. If none is
-            close, the message lists all names, unless there are more than 30.
-        rule: beginning of the message, such as "there is no option".
+    The case is ignored. If no name is close, the message lists all names, unless there are more
+    than 30.
     """
     names = list(names)
     in_lower_case = {each.lower(): each for each in names}
@@ -160,10 +152,6 @@ def is_user_error(
     - errors of the operating system with an error number, such as a full disk or a missing file,
       but not connection errors;
     - errors because the machine or the GPU is out of memory.
-
-    Args:
-        error: the error.
-        packages: names of the packages whose `raise` statements report mistakes of the user.
     """
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
         return True

@@ -47,9 +47,6 @@ def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]
     The function replaces names in positional arguments and in the values of `CONFIG_OPTIONS`. A
     value may consist of several names that are joined with +, such as `a.yaml+b.yaml`.
 
-    Args:
-        args: a command and its arguments.
-
     Returns:
         The new command line, and a dictionary that maps each replaced name to its path.
     """

@@ -14,7 +14,6 @@ from lit_diffusion.cli.options import (
     add_checkpoint,
     add_sampling,
     parse_sampling,
-    sampling_options,
 )
 
 SCRIPT = str(Path(sys.executable).parent / "lit-diffusion")
@@ -31,7 +30,7 @@ def sampling(options: str) -> SamplingOptions:
     parser = Parser("sample")
     add_checkpoint(parser, required=True)
     add_sampling(parser)
-    return sampling_options(parse_sampling(parser, ["--checkpoint", "run", *shlex.split(options)]))
+    return parse_sampling(parser, ["--checkpoint", "run", *shlex.split(options)])[1]
 
 
 def weights(root: str | Path) -> dict[str, torch.Tensor]:

@@ -22,11 +22,7 @@ problem."""
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command: "doctor", then configs and options of fit.
-
-    Raises:
-        SystemExit: with code 2 if there is a problem.
-    """
+    """Run the command: "doctor", then configs and options of fit."""
     configs = list(takewhile(lambda argument: not argument.startswith("-"), argv[1:]))
     options = [part for config in configs for part in ("--config", config)]
     options += argv[1 + len(configs) :]
@@ -50,10 +46,8 @@ def run(argv: Sequence[str]) -> None:
     styles = {"problem": RED, "warning": YELLOW, "OK": GREEN}
     for line in report(findings).splitlines():
         level = line.partition(" ")[0]
-        print(
-            paint(level, styles[level], sys.stdout) + line[len(level) :]
-            if level in styles
-            else line
-        )
+        if level in styles:
+            line = paint(level, styles[level], sys.stdout) + line[len(level) :]
+        print(line)
     if any(finding.level is Level.PROBLEM for finding in findings):
         raise SystemExit(2)
