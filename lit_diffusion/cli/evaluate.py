@@ -51,7 +51,7 @@ computes the scores from PNG files. Compare only scores of equal numbers of imag
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "evaluate", then options."""
-    args, sampling = options.parse_sampling(build_parser(), argv[1:])
+    args = options.parse_sampling(build_parser(), argv[1:])
     if args.images is not None:
         passed = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
         if generating := [name for name in passed if name.replace("_", "-") not in WITH_IMAGES]:
@@ -72,6 +72,7 @@ def run(argv: Sequence[str]) -> None:
     with options.import_heavy():
         from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
 
+    sampling = options.sampling_options(args)
     names = ("images", "num", "out", "reference", "data", "extractor")
     evaluation = EvaluationOptions(sampling, **{name: getattr(args, name) for name in names})
     if args.ema:

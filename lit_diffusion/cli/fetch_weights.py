@@ -19,9 +19,8 @@ digits-cnn and patches-cnn need no download.""",
     parser.add_argument("--extractor", metavar="NAME", default="inception-v3-compat", help=text)
     text = "file or folder to write (default: the cache that FID reads)"
     parser.add_argument("--to", metavar="PATH", help=text)
-    parser.add_argument(
-        "--url", metavar="URL", help="URL of a mirror (default: the URL of the publisher)"
-    )
+    text = "URL of a mirror (default: the URL of the publisher)"
+    parser.add_argument("--url", metavar="URL", help=text)
     return parser
 
 

@@ -119,10 +119,9 @@ def _refuse_wrong_options(options: Sequence[str]) -> None:
 @cache
 def trainer_arguments() -> list[str]:
     """Return the names of the arguments of Lightning's Trainer, read from its source file."""
-    package = find_spec("lightning")
-    assert package is not None
-    assert package.submodule_search_locations is not None
-    source = Path(package.submodule_search_locations[0], "pytorch", "trainer", "trainer.py")
+    lightning = find_spec("lightning")
+    assert lightning is not None
+    source = Path(str(lightning.origin)).with_name("pytorch") / "trainer" / "trainer.py"
     nodes = ast.walk(ast.parse(check_regular(source).read_text()))
     functions = (node for node in nodes if isinstance(node, ast.FunctionDef))
     arguments = next(each.args for each in functions if each.name == "__init__")

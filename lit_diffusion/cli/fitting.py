@@ -185,13 +185,10 @@ class RunCLI(LightningCLI):
         self.config_dump = yaml.safe_load(text)[self.request.command]
         if self._saved_model is None:
             return
-        self.changed = differences(self._saved_model, self.config_dump["model"])
-        all_changed = self.changed
+        self.changed = changed = differences(self._saved_model, self.config_dump["model"])
         if self._saved_data is not None and self.is_fit:
-            all_changed = all_changed | differences(
-                self._saved_data, self.config_dump["data"], "data"
-            )
-        for name, (old, new) in all_changed.items():
+            changed = changed | differences(self._saved_data, self.config_dump["data"], "data")
+        for name, (old, new) in changed.items():
             rank_zero_info(f"The checkpoint had {name} {old}, using {new}.")
 
     # Checks before the classes are instantiated
@@ -265,7 +262,7 @@ class RunCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the Trainer, adding the default plugins, loggers and callbacks of a run."""
-        config = self.trainer_settings
+        config = self.config_init[self.request.command]["trainer"]
         plugins = _with_safe_reading(config.plugins, self.request.trust)
         kwargs |= {"logger": self._loggers(config.logger), "callbacks": self._callbacks(config)}
         try:
@@ -283,11 +280,6 @@ class RunCLI(LightningCLI):
             environment.auto_requeue = False
         run_callbacks.skip_empty_hooks(trainer.callbacks)  # type: ignore[attr-defined]
         return trainer
-
-    @property
-    def trainer_settings(self) -> Any:
-        """Arguments of the Trainer, instantiated from the config."""
-        return self.config_init[self.request.command]["trainer"]
 
     def _loggers(self, loggers: Any) -> Any:
         """Loggers of the config (default TensorBoard) and metrics.csv, for a fit.

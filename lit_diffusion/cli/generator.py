@@ -200,11 +200,12 @@ def _encode_prompts(module: Any, prompts: Sequence[str]) -> Condition:
 # The solver
 
 
-def parse_solver(text: str) -> dict[str, Any]:
-    """Return the class path and arguments of a solver that is given as YAML, class path or name.
+SOLVERS = {name.lower(): name for name in solvers.__all__}
+"""Name in lower case -> name of a solver of this library."""
 
-    A name may be written in any case.
-    """
+
+def parse_solver(text: str) -> dict[str, Any]:
+    """Class path and arguments of a solver: YAML, a class path, or a name in any case."""
     spec = {"class_path": text}
     if text.lstrip().startswith("{"):
         with suppress(yaml.YAMLError, ValueError):  # also an integer of thousands of digits
@@ -212,12 +213,11 @@ def parse_solver(text: str) -> dict[str, Any]:
     name = str(spec.get("class_path"))
     if "." in name:
         return spec
-    names = {each.lower(): each for each in solvers.__all__}
-    if name.lower() not in names:
+    if name.lower() not in SOLVERS:
         raise ValueError(
             f"--solver must be one of {', '.join(solvers.__all__)}, or a class path, got {text!r}."
         )
-    return spec | {"class_path": f"lit_diffusion.solvers.{names[name.lower()]}"}
+    return spec | {"class_path": f"lit_diffusion.solvers.{SOLVERS[name.lower()]}"}
 
 
 def trained_solver(loaded: LoadedModule) -> dict[str, Any]:

@@ -263,16 +263,20 @@ def check_checkpoints(*paths: str | None) -> None:
         raise FileNotFoundError(text) from None
 
 
-def parse_sampling(
-    parser: Parser, argv: Sequence[str]
-) -> tuple[argparse.Namespace, SamplingOptions]:
-    """Parse options; return all of them, and those of `add_checkpoint` and `add_sampling`."""
+def parse_sampling(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the options of `add_sampling`. Options --solver.NAME become `solver_options`."""
     args, others = parser.parse_prefixed(argv, "--solver.")
     args.solver_options = tuple(others)
     if args.init and not args.mask and args.strength is None:
         args.strength = STRENGTH
-    options = {each.name: getattr(args, each.name) for each in fields(SamplingOptions)}
-    return args, SamplingOptions(**options)
+    return args
+
+
+def sampling_options(args: argparse.Namespace) -> SamplingOptions:
+    """The `SamplingOptions` in the result of `parse_sampling`."""
+    return SamplingOptions(
+        **{each.name: getattr(args, each.name) for each in fields(SamplingOptions)}
+    )
 
 
 def add_checkpoint(parser: Parser, required: bool) -> None:
@@ -308,9 +312,8 @@ def add_data(parser: Parser) -> None:
 
 def add_device(parser: Parser) -> None:
     """Add --device."""
-    parser.add_argument(
-        "--device", metavar="D", help="cpu, cuda, cuda:1, ... (default: cuda, else cpu)"
-    )
+    text = "cpu, cuda, cuda:1, ... (default: cuda, else cpu)"
+    parser.add_argument("--device", metavar="D", help=text)
 
 
 def add_sampling(parser: Parser) -> None:
@@ -345,9 +348,8 @@ def add_sampling(parser: Parser) -> None:
     rare("--mask", metavar="PNG", help=text)
     text = "seed of the first image; each further image has the next seed (default 0)"
     add("--seed", type=integer, default=0, metavar="N", help=text)
-    rare(
-        "--batch-size", type=integer, default=64, metavar="B", help="images per batch (default 64)"
-    )
+    text = "images per batch (default 64)"
+    rare("--batch-size", type=integer, default=64, metavar="B", help=text)
     add_device(parser)
     rare("--float32_precision", choices=FLOAT32_PRECISIONS, help=FLOAT32_PRECISION_HELP)
 

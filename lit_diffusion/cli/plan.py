@@ -89,12 +89,13 @@ def _values(configs: Sequence[dict[str, Any]], part: str, name: str) -> list[Any
 def _num_averages(trainer: dict[str, Any]) -> int:
     """Number of weight averages of the callbacks in a config."""
     total = 0
-    for callback in trainer.get("callbacks") or []:
-        name = callback.get("class_path") if isinstance(callback, dict) else callback
-        arguments = (callback.get("init_args") or {}) if isinstance(callback, dict) else {}
-        if str(name).endswith(".PowerEMA"):
+    callbacks = trainer.get("callbacks") or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        spec = callback if isinstance(callback, dict) else {"class_path": callback}
+        name, arguments = str(spec.get("class_path")), spec.get("init_args") or {}
+        if name.rpartition(".")[2] == "PowerEMA":
             total += len(arguments.get("widths", (0.05, 0.10)))
-        elif str(name).endswith(".EMA"):
+        elif name.rpartition(".")[2] == "EMA":
             total += len(arguments.get("decays", (0.9999,)))
     return total
 

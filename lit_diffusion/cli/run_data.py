@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 
 from lit_diffusion.checkpoints.loading import checkpoint_file, instantiate
 from lit_diffusion.cli.loggers import read_evaluations
-from lit_diffusion.cli.options import SPLITS, check_exists
+from lit_diffusion.cli.options import SPLITS
 from lit_diffusion.cli.run_folder import latest_config, read_config, run_of
 from lit_diffusion.config.trust import is_within
 from lit_diffusion.files import check_option_values
@@ -35,14 +35,11 @@ def read_data_settings(
     root = run_folder_of(checkpoint) if checkpoint else None
     file = latest_config(root) if root else None
     files = configs or ([] if file is None else [str(file)])
-    if not files and checkpoint and not checkpoint_file(checkpoint).exists():
-        raise FileNotFoundError(f"There is no checkpoint at {checkpoint_file(checkpoint)}.")
     if not files:
         raise ValueError(
             f"{checkpoint} is in no run folder with a config.yaml, and data that a checkpoint "
             "names are not opened; add --data CONFIG with a config that names the data."
         )
-    check_exists("config", *files)
     settings = [read_config(file).get("data") for file in files]
     return [entry for entry in settings if entry], ", ".join(files)
 

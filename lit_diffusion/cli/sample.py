@@ -51,7 +51,8 @@ comparison.csv and comparison.json.""",
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "sample", then options."""
-    args, sampling = options.parse_sampling(build_parser(), argv[1:])
+    args = options.parse_sampling(build_parser(), argv[1:])
+    sampling = options.sampling_options(args)
     if args.compare is None:
         if args.compare_steps or args.reference or args.data:
             raise ValueError("--compare_steps, --reference and --data need --compare; add it.")

@@ -11,6 +11,7 @@ from PIL import Image
 
 from lit_diffusion import solvers
 from lit_diffusion.cli.generator import (
+    SOLVERS,
     ImageGenerator,
     build_guidance,
     build_solver,
@@ -120,11 +121,10 @@ def _solver_names(text: str) -> list[str]:
     """Parse the names of solvers in --compare, in any case."""
     if text == "solvers":
         return solvers.__all__
-    names = {name.lower(): name for name in solvers.__all__}
-    if unknown := [name for name in text.split(",") if name.lower() not in names]:
+    if unknown := [name for name in text.split(",") if name.lower() not in SOLVERS]:
         shipped = ",".join(solvers.__all__)
         raise ValueError(f"--compare must be solvers, or some of {shipped}, got {unknown[0]!r}.")
-    return list(dict.fromkeys(names[name.lower()] for name in text.split(",")))
+    return list(dict.fromkeys(SOLVERS[name.lower()] for name in text.split(",")))
 
 
 def _prepare_cell(generator: ImageGenerator, num: int, cell: Cell) -> None:

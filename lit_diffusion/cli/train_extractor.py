@@ -1,6 +1,5 @@
 """`lit-diffusion train-extractor`: train a network for FID on your own images."""
 
-import sys
 from collections.abc import Sequence
 
 from lit_diffusion.cli.options import (
@@ -64,6 +63,4 @@ def run(argv: Sequence[str]) -> None:
     )
     protocol = TrainedCNN(args.out)
     distinguishes = protocol.record["told_apart"]
-    print(
-        f"{args.out} holds {protocol.name}, which distinguishes {distinguishes}.", file=sys.stderr
-    )
+    print_error(f"{args.out} holds {protocol.name}, which distinguishes {distinguishes}.")

@@ -28,7 +28,10 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
         return None
     old, new = previous["class_path"], spec["class_path"]
     old_class, new_class = _imported_class(old), _imported_class(new)
-    if old_class == new_class or _is_subclass_of_module(new_class, old_class):
+    are_classes = isinstance(old_class, type) and isinstance(new_class, type)
+    if are_classes and issubclass(new_class, old_class) and issubclass(old_class, nn.Module):
+        return None
+    if old_class == new_class:
         return None
     arguments = previous["init_args"]
     keys = [key for key, _ in arguments.items(branches=True, nested=False)]
@@ -49,11 +52,6 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
         f"{new.rpartition('.')[2]} replaces {old.rpartition('.')[2]}, whose {', '.join(lost)} no "
         f"longer {'applies' if len(lost) == 1 else 'apply'}; set again what you want to keep."
     )
-
-
-def _is_subclass_of_module(new: Any, old: Any) -> bool:
-    classes = isinstance(new, type) and isinstance(old, type)
-    return classes and issubclass(new, old) and issubclass(old, nn.Module)
 
 
 def _imported_class(path: str) -> Any:

@@ -21,10 +21,9 @@ def shipped_configs() -> Path:
         >>> (shipped_configs() / "digits.yaml").exists()
         True
     """
-    package = find_spec("lit_diffusion.callbacks")
-    assert package is not None
-    assert package.submodule_search_locations is not None
-    return Path(package.submodule_search_locations[0]).parent / "configs"
+    callbacks = find_spec("lit_diffusion.callbacks")
+    assert callbacks is not None
+    return Path(str(callbacks.origin)).parents[1] / "configs"
 
 
 def find_shipped_config(path: str) -> str | None:

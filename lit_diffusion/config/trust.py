@@ -44,9 +44,6 @@ TRUSTED = (
 )
 """Packages whose classes any config or checkpoint may name."""
 
-_WITH_PUBLIC_NAMES = ("callbacks", "solvers")  # class paths in these contain no module name
-_PACKAGES = ("networks", "modules", "data", "lab.gan")
-
 
 @contextmanager
 def allow_class_paths(
@@ -135,11 +132,12 @@ def short_names() -> dict[str, str]:
         ('lit_diffusion.processes.CosineBetas', 'lit_diffusion.callbacks.EMA')
     """
     paths = dict[str, str]()
-    for package in _WITH_PUBLIC_NAMES:
+    for package in ("callbacks", "solvers"):  # class paths in these contain no module name
         text = files(f"lit_diffusion.{package}").joinpath("__init__.py").read_text()
         names = re.findall(r'"([A-Z]\w+)"', text)  # the entries of __all__
         paths |= {name: f"lit_diffusion.{package}.{name}" for name in names}
-    for package in ("lit_diffusion", *(f"lit_diffusion.{name}" for name in _PACKAGES)):
+    for package in ("", ".networks", ".modules", ".data", ".lab.gan"):
+        package = f"lit_diffusion{package}"
         for file in sorted(Path(str(files(package))).glob("*.py")):
             for name in re.findall(r"^class ([A-Z]\w+)", file.read_text(), re.MULTILINE):
                 paths[name] = f"{package}.{file.stem}.{name}"

@@ -14,6 +14,7 @@ from lit_diffusion.cli.options import (
     add_checkpoint,
     add_sampling,
     parse_sampling,
+    sampling_options,
 )
 
 SCRIPT = str(Path(sys.executable).parent / "lit-diffusion")
@@ -30,7 +31,7 @@ def sampling(options: str) -> SamplingOptions:
     parser = Parser("sample")
     add_checkpoint(parser, required=True)
     add_sampling(parser)
-    return parse_sampling(parser, ["--checkpoint", "run", *shlex.split(options)])[1]
+    return sampling_options(parse_sampling(parser, ["--checkpoint", "run", *shlex.split(options)]))
 
 
 def weights(root: str | Path) -> dict[str, torch.Tensor]:

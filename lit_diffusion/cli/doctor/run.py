@@ -48,7 +48,7 @@ class FitOnOneProcess(RunCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build both Trainers, and return the one-process Trainer."""
-        settings = self.trainer_settings
+        settings = self.config_init["fit"]["trainer"]
         try:
             trainer = super().instantiate_trainer(**kwargs)
             self.num_devices, self.num_nodes = trainer.num_devices, trainer.num_nodes

@@ -1,0 +1,28 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from support.commands import call
+from support.tiny_run import spec
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("callbacks", "num"),
+    [
+        (None, 0),
+        ("EMA", 1),
+        (spec("EMA", decays=[0.9, 0.99]), 2),
+        ([spec("lit_diffusion.callbacks.EMA"), spec("PowerEMA"), "StepSeed"], 3),
+    ],
+)
+def test_averages_are_counted_under_long_and_short_names_of_their_classes(callbacks, num, capsys):
+    dit = spec("DiT", image_size=8, in_channels=1, out_channels=1, depth=2, width=32, num_heads=2)
+    config = {
+        "trainer": {"callbacks": callbacks, "devices": 2},
+        "model": {"init_args": {"network": dit, "image_shape": [1, 8, 8]}},
+        "data": {"init_args": {"batch_size": 4}},
+    }
+    Path("dit.yaml").write_text(yaml.safe_dump(config))
+    assert call("plan --config dit.yaml") == 0
+    assert f"averages ({num})" in capsys.readouterr().out
