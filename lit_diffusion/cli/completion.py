@@ -98,18 +98,13 @@ def complete(line: str) -> list[str]:
     elif len(before) == 1 and before[0] in SUBCOMMANDS:
         candidates = [*SUBCOMMANDS[before[0]], "--help"]
     elif word.startswith("-") and "=" not in word:
-        candidates = [_next_part(name, word) for name in _options(before)]
+        # A name is completed up to its next dot.
+        candidates = [name[: name.find(".", len(word)) + 1] or name for name in _options(before)]
     else:
         option, equals, value = word.rpartition("=")
         word = value
         candidates = _choices(before, option if equals else before[-1])
     return sorted({name for name in candidates if name.startswith(word)})
-
-
-def _next_part(name: str, prefix: str) -> str:
-    """The name of an option, up to the first dot after the prefix."""
-    end = name.find(".", len(prefix))
-    return name if end < 0 else name[: end + 1]
 
 
 def _options(words: Sequence[str]) -> Iterator[str]:

@@ -17,14 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lit_diffusion.callbacks.trainer_state import (
-    AccumulationTracker,
-    is_accumulating,
-    is_batch_ending,
-    logger_step,
-    should_log,
-    validation_follows,
-)
+from lit_diffusion.callbacks import trainer_state
 from lit_diffusion.checkpoints.reading import read_step
 from lit_diffusion.cli.loggers import AppendingCSVLogger, rewind_evaluations
 from lit_diffusion.metrics.evaluation_record import ImageCount, parse_image_count, start_image_count
@@ -40,7 +33,7 @@ _OMITTED_ATTRIBUTES = (
 """Attributes of a ModelCheckpoint that its `state_dict` or `load_state_dict` omits."""
 
 
-class ExactResume(AccumulationTracker, Callback):
+class ExactResume(trainer_state.AccumulationTracker, Callback):
     """Saves and restores the state that Lightning omits, and marks inexact checkpoints.
 
     The callback makes up for five gaps in Lightning:
@@ -59,15 +52,10 @@ class ExactResume(AccumulationTracker, Callback):
     checkpoint's step are on disk before the checkpoint is written, and a resume deletes the rows of
     later steps. Training images are counted correctly even if a resume changes the batch size.
 
-    If a callback other than `LastCheckpoint` saves a checkpoint, a resume from it may be inexact.
-    You can still sample from it. `ExactResume` marks the checkpoint in these cases:
-
-    - The checkpoint was saved while gradients were being accumulated. It lacks these gradients, so
-      a resume from it raises an error.
-    - The checkpoint was saved before the validation of its step. A resume from it skips this
-      validation and prints a warning.
-    - The checkpoint was saved at the end of an epoch. A resume from it prints a warning, because
-      Lightning then counts a step twice in its logs.
+    If a callback other than `LastCheckpoint` saves a checkpoint, a resume from it may be inexact,
+    for the reasons in `_why_inexact`. The reason is written into the checkpoint, and a resume warns
+    of it. If the checkpoint lacks accumulated gradients, a resume raises an error. You can still
+    sample from such a checkpoint.
 
     List this callback after GradientAccumulationScheduler. Otherwise, the scheduler raises an error
     at the start of training, because this callback has changed the number of accumulated batches.
@@ -86,8 +74,9 @@ class ExactResume(AccumulationTracker, Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Log the metrics of the step, and save what Lightning omits."""
-        in_batch_end = is_batch_ending(trainer)
-        if in_batch_end and not is_accumulating(trainer) and should_log(trainer):
+        in_batch_end = trainer_state.is_batch_ending(trainer)
+        is_step = not trainer_state.is_accumulating(trainer)
+        if in_batch_end and is_step and trainer_state.should_log(trainer):
             _log_pending_row(trainer)
         if self.image_count is not None:
             checkpoint["images_seen"] = list(self.image_count)
@@ -113,7 +102,7 @@ class ExactResume(AccumulationTracker, Callback):
             if epochs.completed == epochs.ready:  # in on_train_end
                 return "after accumulated batches whose optimizer step is never made"
             return BETWEEN_BATCHES
-        if is_batch_ending(trainer) and validation_follows(trainer):
+        if trainer_state.is_batch_ending(trainer) and trainer_state.validation_follows(trainer):
             return "before the validation of its step, which the resume skips"
         if epochs.completed < epochs.processed:  # in on_train_epoch_end
             return "at the end of an epoch, after which Lightning counts a step twice"
@@ -145,7 +134,7 @@ class ExactResume(AccumulationTracker, Callback):
         loop = trainer.fit_loop.epoch_loop
         # For a checkpoint saved at a validation, Lightning counts the step when it skips that
         # validation. If no validation is due now, the step is counted here.
-        if loop.restarted_on_last and not validation_follows(trainer):
+        if loop.restarted_on_last and not trainer_state.validation_follows(trainer):
             batches: Any = loop.batch_progress.total
             automatic = pl_module.automatic_optimization
             done = trainer.global_step if automatic else batches.processed
@@ -186,7 +175,7 @@ class ExactResume(AccumulationTracker, Callback):
 def _log_pending_row(trainer: Trainer) -> None:
     """Log the metrics that Lightning would log only after `on_train_batch_end`."""
     if metrics := convert_tensors_to_scalars(dict(trainer._logger_connector.metrics["log"])):
-        step = metrics.pop("step", logger_step(trainer))
+        step = metrics.pop("step", trainer_state.logger_step(trainer))
         metrics.setdefault("epoch", trainer.current_epoch)
         for logger in trainer.loggers:
             if isinstance(logger, AppendingCSVLogger):
@@ -200,7 +189,7 @@ def _rewind_logs(trainer: Trainer) -> None:
     num_deleted = {evaluations: rewind_evaluations(evaluations, step)}
     for logger in trainer.loggers:
         if isinstance(logger, AppendingCSVLogger):
-            num_deleted[logger.path] = logger.rewind(logger_step(trainer))
+            num_deleted[logger.path] = logger.rewind(trainer_state.logger_step(trainer))
     for file, num in num_deleted.items():
         if num:
             rank_zero_info(f"Deleted {num} rows of steps after {step} from {file}.")

@@ -31,27 +31,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.slurm import job_id
+from lit_diffusion.checkpoints import loading
 from lit_diffusion.checkpoints.averages import average_names
-from lit_diffusion.checkpoints.loading import (
-    check_codec_folder,
-    instantiate,
-    list_mismatches,
-    model_spec,
-    refuse_other_dtypes,
-)
 from lit_diffusion.checkpoints.reading import check_resumable, limit_parameters, read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
-from lit_diffusion.cli import changed_settings, run_callbacks, run_folder
+from lit_diffusion.cli import changed_settings, options, run_callbacks, run_folder
 from lit_diffusion.cli.changed_settings import ApplyChangedHyperparameters, differences
 from lit_diffusion.cli.exact_resume import ExactResume, completed_epochs
 from lit_diffusion.cli.fit import HELP, missing_model
 from lit_diffusion.cli.init_weights import start_from
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_evaluations, read_rows
-from lit_diffusion.cli.options import (
-    FLOAT32_PRECISION_HELP,
-    FLOAT32_PRECISIONS,
-    set_float32_precision,
-)
 from lit_diffusion.cli.run_callbacks import contains
 from lit_diffusion.cli.run_folder import Request, read_config
 from lit_diffusion.cli.run_outputs import RunConfig, requeue_line, resume_line, summary
@@ -93,8 +82,8 @@ class RunCLI(LightningCLI):
         checkpoint = {} if file is None else read_checkpoint(file, shapes_only=True)
         if file is not None and self.is_fit:
             check_resumable(checkpoint, file)
-        self._saved_model = model_spec(checkpoint)
-        self._saved_data = model_spec(checkpoint, "datamodule_hyper_parameters")
+        self._saved_model = loading.model_spec(checkpoint)
+        self._saved_data = loading.model_spec(checkpoint, "datamodule_hyper_parameters")
         self._has_averages = bool(average_names(checkpoint, file or ""))
         self._weights = checkpoint.get("state_dict", {})
         self.saved_step = checkpoint.get("global_step")
@@ -125,8 +114,8 @@ class RunCLI(LightningCLI):
         """Add the options that do not belong to the model, the data or the Trainer."""
         text = "what the numbers of this config were tuned on, in words; `compare` shows it"
         parser.add_argument("--tuned_on", type=str | None, help=text)
-        kind, text = Literal[FLOAT32_PRECISIONS], " ".join(FLOAT32_PRECISION_HELP.split())
-        parser.add_argument("--float32_precision", type=kind | None, help=text)
+        kind, text = Literal[options.FLOAT32_PRECISIONS], options.FLOAT32_PRECISION_HELP
+        parser.add_argument("--float32_precision", type=kind | None, help=" ".join(text.split()))
         text = "start from all weights of another run that fit: CKPT, CKPT:raw, CKPT:ema, an export"
         parser.add_argument("--init_weights", type=str | None, help=text)
 
@@ -163,8 +152,8 @@ class RunCLI(LightningCLI):
                 args = [*args, f"--trainer.callbacks={changed}"]
             self.config = parser.parse_args(args)
         except ArgumentError as error:
-            options = [action.dest for action in self._subcommand_parsers[command]._actions]
-            message = explain_parse_error(error, options)
+            names = [action.dest for action in self._subcommand_parsers[command]._actions]
+            message = explain_parse_error(error, names)
             if message == f"{command}.model must be given.":
                 raise missing_model(self.request) from error
             raise ValueError(message) from error
@@ -203,7 +192,7 @@ class RunCLI(LightningCLI):
         request = self.request
         if self._saved_model is not None and request.checkpoint is not None:
             model, settings = self.config_dump["model"], run_folder.model_settings(request)
-            check_codec_folder(model, request.checkpoint, request.trust, settings)
+            loading.check_codec_folder(model, request.checkpoint, request.trust, settings)
         trainer = self.config_dump["trainer"]
         if trainer["max_steps"] is None:
             raise ValueError("trainer.max_steps must be a number, -1 for no end, got null.")
@@ -232,7 +221,7 @@ class RunCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Build model, data and Trainer, and store class paths and arguments as hyperparameters."""
-        set_float32_precision(self.config_dump["float32_precision"])
+        options.set_float32_precision(self.config_dump["float32_precision"])
         try:
             with limit_parameters(self._weights) if self._weights else nullcontext():
                 super().instantiate_classes()
@@ -241,7 +230,7 @@ class RunCLI(LightningCLI):
             if self._saved_model is not None and not self.changed:
                 message = f"the settings in {self.request.checkpoint}: {message}"
             raise ValueError(message) from error
-        refuse_other_dtypes(self.model, self._weights, self.request.checkpoint)
+        loading.refuse_other_dtypes(self.model, self._weights, self.request.checkpoint)
         self._weights = {}  # releases the file
         if self.trainer.precision == "64-true":
             self.model.double()  # Lightning converts after restoring, which rounds to float32
@@ -403,7 +392,7 @@ def _take_from_data(model: Any, data: Any, trust: Sequence[str]) -> None:
         return
     if data is None:
         raise ValueError(f"model.{names[0]} is 'data', but the config names no data; add data:.")
-    built = instantiate([data.as_dict()], LightningDataModule, trust, "data")
+    built = loading.instantiate([data.as_dict()], LightningDataModule, trust, "data")
     for name in names:
         if not hasattr(built, name):
             raise ValueError(
@@ -484,10 +473,8 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
     message = str(error).split("\n")[0]
     if isinstance(error, RuntimeError) and message.startswith("Error(s) in loading state_dict"):
-        details = list_mismatches(error)
-        return ValueError(
-            f"{request.checkpoint} has a different architecture than the config: {details}"
-        )
+        details = loading.list_mismatches(error)
+        return ValueError(f"{request.checkpoint} has a different architecture: {details}")
     # These modules only restore checkpoints.
     restoring = ["lightning.pytorch.trainer.connectors.checkpoint_connector"]
     restoring += [changed_settings.__name__, *(["torch.optim"] if untrained else [])]

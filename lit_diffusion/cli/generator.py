@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from lit_diffusion import solvers
-from lit_diffusion.checkpoints.loading import (
-    LoadedModule,
-    instantiate,
-    load_module,
-    read_class_names,
-    split_weights_suffix,
-)
+from lit_diffusion.checkpoints import loading
 from lit_diffusion.cli.options import SamplingOptions, set_float32_precision, usable_device
 from lit_diffusion.config.messages import parameter_names
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
@@ -33,32 +27,16 @@ from lit_diffusion.solvers.editing import repaint_solver, truncate_solver
 
 @dataclass(frozen=True)
 class ImageGenerator:
-    """A module on its device, ready to generate images.
+    """A module on its device, ready to generate images."""
 
-    Attributes:
-        loaded: the module and its source: file, step, and name of the weights (such as "ema").
-        options: how to generate images.
-        labels: class labels. Image i gets `labels[i % len(labels)]`. None derives each label from
-            the seed of the image.
-        condition: labels or encoded prompts in N rows. Image i gets row i % N. None derives the
-            condition from the seeds.
-        class_names: names of the classes; empty if the checkpoint has none.
-        init: (N, C, H, W) uint8 images to edit. Image i starts from `init[i % N]`. None starts from
-            noise.
-        mask: (1, 1, h, w) float with the height and width of x0. It is 1 where `init` is preserved.
-            None edits the whole image.
-        guided_by: source of the model of --weaker or --classifier, for samples.json. None without
-            these options.
-    """
-
-    loaded: LoadedModule
+    loaded: loading.LoadedModule
     options: SamplingOptions
-    labels: list[int] | None
-    condition: Condition
-    class_names: list[str]
-    init: Tensor | None = None
-    mask: Tensor | None = None
-    guided_by: dict[str, Any] | None = None
+    labels: list[int] | None  # image i gets labels[i % len(labels)]; None: from the seeds
+    condition: Condition  # labels or prompts; image i gets row i modulo N; None: from the seeds
+    class_names: list[str]  # empty if the checkpoint has none
+    init: Tensor | None = None  # (N, C, H, W) uint8; image i starts from init[i % N]; None: noise
+    mask: Tensor | None = None  # (1, 1, h, w) like x0, 1 where `init` is preserved
+    guided_by: dict[str, Any] | None = None  # source of the model of --weaker or --classifier
 
     def generate(self, numbers: Sequence[int]) -> Tensor:
         """Generate the images with these numbers, as (N, C, H, W) uint8 on the CPU.
@@ -128,7 +106,7 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
     assert options.checkpoint is not None
     device = usable_device(options.device)
     set_float32_precision(options.float32_precision)
-    loaded = load_module(options.checkpoint, options.weights, trust=options.trust)
+    loaded = loading.load_module(options.checkpoint, options.weights, trust=options.trust)
     module: Any = loaded.module
     kind = f"{type(module).__name__} in {loaded.path}"
     if not hasattr(module, "generate"):
@@ -147,7 +125,7 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
             solver = editing_solver(module, options)
             check_sampling(module.process, module.loss, solver, module.guidance)
             check_clipping(module.codec, module.solver, module.guidance)
-    class_names = read_class_names(loaded.checkpoint)
+    class_names = loading.read_class_names(loaded.checkpoint)
     labels: list[int] | None = None
     condition: Condition = None
     if options.labels is not None:
@@ -220,7 +198,7 @@ def parse_solver(text: str) -> dict[str, Any]:
     return spec | {"class_path": f"lit_diffusion.solvers.{SOLVERS[name.lower()]}"}
 
 
-def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
+def trained_solver(loaded: loading.LoadedModule) -> dict[str, Any]:
     """Class path and arguments of the solver in the checkpoint."""
     spec: dict[str, Any] | None = loaded.checkpoint["hyper_parameters"].get("solver")
     if spec is None:
@@ -229,7 +207,7 @@ def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
     return spec
 
 
-def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Any:
+def build_solver(loaded: loading.LoadedModule, options: SamplingOptions) -> Any:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
     Arguments that are not set come from the solver in the checkpoint. If --solver names a class
@@ -246,7 +224,7 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Any:
         arguments.append(f"--solver.steps={options.steps}")
 
     def build(*specs: dict[str, Any]) -> Any:
-        return instantiate(specs, Solver, options.trust, "the options", arguments, key="solver")
+        return loading.instantiate(specs, Solver, options.trust, "options", arguments, key="solver")
 
     if spec["class_path"] == current["class_path"]:
         return build(current, spec)
@@ -323,8 +301,8 @@ def _load_guiding_model(
     kind: str, source: str, module: Any, options: SamplingOptions
 ) -> tuple[Any, dict[str, Any]]:
     """Load the model of --weaker or --classifier to the module's device; also return its record."""
-    path, weights = split_weights_suffix(source)
-    loaded = load_module(path, weights or options.weights, trust=options.trust)
+    path, weights = loading.split_weights_suffix(source)
+    loaded = loading.load_module(path, weights or options.weights, trust=options.trust)
     if kind == "classifier" and not isinstance(loaded.module, NoisyClassifier):
         got = type(loaded.module).__name__
         raise ValueError(f"--classifier {source} must be a NoisyClassifier, got a {got}.")

@@ -88,9 +88,7 @@ as in photos/flowers/rose/1.jpg, the model learns the classes.""",
     add("--images", metavar="PATH", help="folder of images (default: DIR/images)")
     text = "pixels on each side, a multiple of 8 (default 64)"
     add("--size", type=integer, default=64, metavar="N", help=text)
-    text = (
-        "auto (default): train on classes if there are class folders; none: train without classes"
-    )
+    text = "auto (default): train on classes if there are class folders; none: without classes"
     add("--classes", choices=("auto", "none"), default="auto", metavar="C", help=text)
     text = f"{', '.join(methods)}, or {DEFAULT_METHOD} (default): cosine betas, Min-SNR weights"
     choices = (DEFAULT_METHOD, *methods)
@@ -126,9 +124,9 @@ def run(argv: Sequence[str]) -> None:
     classes = [] if args.classes == "none" else classes
     settings = build_config(images, folder.absolute(), num, args.size, bool(classes), args.method)
     paths = {"config": config, "folder": folder, "run": folder / "run"}
+    paths |= {"fid_network": folder / FID_NETWORK}
     names = {name: shlex.quote(str(path)) for name, path in paths.items()}
     names |= {"images": str(images), "here": str(Path.cwd())}
-    names |= {"fid_network": f"{names['folder']}/{FID_NETWORK}"}
     names |= {"of_a_class": OF_A_CLASS if classes else ""}
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write_text(config, HEADER.format(**names) + settings)
@@ -203,9 +201,8 @@ def build_config(
         values |= {"    label_dropout: 0.1": "    label_dropout: 0.0"}
     for old, new in values.items():
         text = text.replace(old, new)
-    text = re.sub(
-        r"( +- class_path: \S+FIDEvaluation\n)(.*?)(?= +- )", _comment_out, text, flags=re.S
-    )
+    [fid] = re.findall(r" +- class_path: \S+FIDEvaluation\n.*?(?= +- )", text, flags=re.S)
+    text = text.replace(fid, FID_OFF + re.sub("^    ", "    # ", fid, flags=re.M))
     if method != DEFAULT_METHOD:
         lines = check_regular(shipped_configs() / "methods" / f"{method}.yaml").read_text()
         block = lines[lines.index("    process:") :]
@@ -218,7 +215,3 @@ def build_config(
 def _quote(path: str) -> str:
     """Quote a path for YAML, which does not allow the surrogate pairs of ASCII JSON."""
     return json.dumps(path, ensure_ascii=False)
-
-
-def _comment_out(match: re.Match[str]) -> str:
-    return FID_OFF + re.sub(r"^    ", "    # ", match[0], flags=re.M)

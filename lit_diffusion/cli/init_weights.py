@@ -109,27 +109,21 @@ def match_weights(
         The weights that fit, reshaped to the module's shapes, and the names of all weights by what
         happens to them, such as "copied".
     """
-    comparable = [
-        n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])
-    ]
-    equal = [n for n in comparable if target[n].shape == state[n].shape]
-    others = [n for n in comparable if target[n].shape != state[n].shape]
+    shared = [n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])]
+    equal = [n for n in shared if target[n].shape == state[n].shape]
+    others = [n for n in shared if target[n].shape != state[n].shape]
     reshaped = [n for n in others if target[n].squeeze().shape == state[n].squeeze().shape]
-    fitting = {name: state[name].reshape(target[name].shape) for name in equal + reshaped}
+    fitting = {n: state[n].reshape(target[n].shape) for n in equal + reshaped}
     return fitting, {
         "copied": equal,
         "reshaped": reshaped,
         "of a different shape, left as they were": [
-            f"{name} {tuple(state[name].shape)} for {tuple(target[name].shape)}"
-            for name in others
-            if name not in reshaped
+            f"{n} {tuple(state[n].shape)} for {tuple(target[n].shape)}"
+            for n in others
+            if n not in reshaped
         ],
-        "dropped because the model does not have them": [
-            name for name in state if name not in comparable
-        ],
-        "new because the file does not have them": [
-            name for name in target if name not in comparable
-        ],
+        "dropped because the model does not have them": [n for n in state if n not in shared],
+        "new because the file does not have them": [n for n in target if n not in shared],
     }
 
 

@@ -14,20 +14,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_diffusion.callbacks import trainer_state
 from lit_diffusion.callbacks.finite_updates import FiniteUpdates
-from lit_diffusion.callbacks.trainer_state import (
-    AccumulationTracker,
-    confirm_updates,
-    ends_epoch,
-    is_ending,
-    may_read,
-    validation_follows,
-)
 from lit_diffusion.cli.run_folder import FIRST_SAVE
 from lit_diffusion.files import is_checkpoint, path_after_replace, remove, replace
 
 
-class LastCheckpoint(AccumulationTracker, Checkpoint):
+class LastCheckpoint(trainer_state.AccumulationTracker, Checkpoint):
     """Saves `folder`/last.ckpt regularly, and at the end of the fit.
 
     The first save happens after `first` optimizer steps, so that an unwritable disk is noticed
@@ -86,10 +79,10 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     ) -> None:
         """Save if a save is due. If a validation follows, `on_validation_end` saves instead."""
         is_unproven = not self._is_proven and trainer.is_global_zero
-        if is_unproven and may_read(trainer) and _has_finite_loss(outputs):
+        if is_unproven and trainer_state.may_read(trainer) and _has_finite_loss(outputs):
             remove(self._previous_path)
             self._is_proven = True
-        if self._is_due(trainer) and not validation_follows(trainer):
+        if self._is_due(trainer) and not trainer_state.validation_follows(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -160,14 +153,15 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             )
 
     def _is_due(self, trainer: Trainer) -> bool:
-        is_time = trainer.global_step >= self._next_save_step and not ends_epoch(trainer)
-        return (is_time or is_ending(trainer)) and not self.is_accumulating(trainer)
+        in_epoch = not trainer_state.ends_epoch(trainer)
+        is_time = in_epoch and trainer.global_step >= self._next_save_step
+        return (is_time or trainer_state.is_ending(trainer)) and not self.is_accumulating(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         start = time.monotonic()
         seconds, steps = start - self._last_save[0], trainer.global_step - self._last_save[1]
-        at_end = is_ending(trainer)
-        confirm_updates(trainer)
+        at_end = trainer_state.is_ending(trainer)
+        trainer_state.confirm_updates(trainer)
         skipped_updates = _count_skipped_updates(trainer)
         if steps > 0 and skipped_updates and skipped_updates == self._skipped_updates:
             self._is_proven = True

@@ -28,9 +28,7 @@ def contains(callbacks: Sequence[Callback], kind: Any) -> bool:
 
 def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
     """Add missing default callbacks to the callbacks of a config (None, one, or a list)."""
-    callbacks: list[Callback] = (
-        list(config) if isinstance(config, list) else [config] * bool(config)
-    )
+    callbacks: list[Callback] = [*config] if isinstance(config, list) else [config] * bool(config)
     if not contains(callbacks, RankWatch):
         callbacks.insert(0, RankWatch())
     if shows_progress and not contains(callbacks, ProgressBar):

@@ -89,14 +89,16 @@ def read_command_line(argv: Sequence[str]) -> Request:
     args, _ = parser.parse_known_args(options)  # leaves `options` unchanged
     check_option_values(options)
     settings = [read_config(config) for config in args.config]
-    ckpt_path = args.ckpt_path or _last_value(settings, "ckpt_path")
+    roots = [(each.get("trainer") or {}).get("default_root_dir") for each in settings]
+    root = next(filter(None, (args.root, *reversed(roots))), None)
+    ckpt_paths = [each.get("ckpt_path") for each in settings]
+    ckpt_path = next(filter(None, (args.ckpt_path, *reversed(ckpt_paths))), None)
     ckpt_path = None if ckpt_path in (None, "null", "None") else str(ckpt_path)
     ckpt_path = ckpt_path and ckpt_path.removeprefix("file://")
     lightning_names = (None, "hpc", "registry")  # Lightning itself resolves these, and URLs
     if ckpt_path not in (*lightning_names, "last", OR_NONE):
         is_run_folder = Path(ckpt_path).is_dir() and not is_checkpoint_folder(Path(ckpt_path))
         ckpt_path = str(Path(ckpt_path, "checkpoints", "last.ckpt") if is_run_folder else ckpt_path)
-    root = args.root or _last_value(settings, "trainer", "default_root_dir")
     if root is not None:
         root = Path(os.path.expanduser(str(root)))
     elif not (root := run_of(Path(ckpt_path)) if ckpt_path else None):
@@ -126,16 +128,6 @@ def read_command_line(argv: Sequence[str]) -> Request:
             )
     joined, configs, trust = _join_configs(options), tuple(args.config), tuple(trusted.trust)
     return Request(command, tuple(joined), configs, trust, root, checkpoint, requeued, repeated)
-
-
-def _last_value(settings: Sequence[Any], *keys: str) -> Any:
-    """The value at nested keys in the last of `settings` that has one; None without any."""
-    value = None
-    for setting in settings:
-        for key in keys:
-            setting = setting.get(key) if isinstance(setting, dict) else None
-        value = setting if setting is not None else value
-    return value
 
 
 def _join_configs(options: Sequence[str]) -> Iterator[str]:
@@ -175,8 +167,8 @@ def read_config(config: str | Path) -> Any:
         raise ValueError(f"{config}: trainer must be settings such as 'max_steps: 1000', {got}")
     if not _is_run_config(config):
         return settings
-    root = str(_last_value([settings], "trainer", "default_root_dir"))
-    return _replace_folder(settings, root, str(Path(config).parent))
+    root = (settings.get("trainer") or {}).get("default_root_dir")
+    return _replace_folder(settings, str(root), str(Path(config).parent))
 
 
 def _is_run_config(config: str | Path) -> bool:

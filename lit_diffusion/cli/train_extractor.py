@@ -2,14 +2,8 @@
 
 from collections.abc import Sequence
 
-from lit_diffusion.cli.options import (
-    Parser,
-    add_device,
-    add_trust,
-    check_exists,
-    integer,
-    usable_device,
-)
+from lit_diffusion.cli import options
+from lit_diffusion.cli.options import Parser, integer
 
 
 def build_parser() -> Parser:
@@ -33,15 +27,15 @@ file. Options --data.NAME=VALUE work as in fit.""",
     add("--steps", type=integer, default=1500, metavar="N", help="training steps (default 1500)")
     text = "images per step (default 128)"
     add("--batch-size", type=integer, default=128, metavar="B", help=text)
-    add_device(parser)
-    add_trust(parser, "the config")
+    options.add_device(parser)
+    options.add_trust(parser, "the config")
     return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "train-extractor", then options."""
     args, others = build_parser().parse_prefixed(argv[1:], "--data.", "--data=")
-    check_exists("config", *args.config)
+    options.check_exists("config", *args.config)
     from lit_diffusion.cli.run_data import build_data, read_data_settings
     from lit_diffusion.metrics.extractors import TrainedCNN
     from lit_diffusion.metrics.images import open_split
@@ -58,7 +52,7 @@ def run(argv: Sequence[str]) -> None:
         getattr(data, "num_classes", None),
         steps=args.steps,
         batch_size=args.batch_size,
-        device=usable_device(args.device),
+        device=options.usable_device(args.device),
         log=print_error,
     )
     protocol = TrainedCNN(args.out)

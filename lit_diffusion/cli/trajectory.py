@@ -22,15 +22,12 @@ GIF_SECONDS = 4
 
 
 class Frame(NamedTuple):
-    """A solver step: its number, its noise level `sigma / alpha`, and x_t and x0 as images.
-
-    The images are (N, C, H, W) uint8. x0 is the prediction of the network at this step.
-    """
+    """A solver step. Its images are (N, C, H, W) uint8."""
 
     step: int | str
-    noise: float
+    noise: float  # sigma / alpha
     x_t: Tensor
-    x0: Tensor
+    x0: Tensor  # as the network predicts it at this step
 
 
 class Trajectory:

@@ -119,15 +119,11 @@ def parameter_names(class_path: str) -> list[str]:
 FIXES = {
     errno.ENOSPC: "free some space there, or write to another disk",
     errno.EDQUOT: "free some space there, or write to another disk",
-    errno.EFBIG: "write to a file system that holds larger files",
-    errno.EROFS: "write to another folder",
     errno.EACCES: "get the permission, or name another path",
     errno.EPERM: "get the permission, or name another path",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "a part of the path is a file; name another path",
     errno.EISDIR: "name a file",
-    errno.EEXIST: "name another path",
-    errno.ENAMETOOLONG: "choose a shorter name",
     errno.EMFILE: "allow more open files by `ulimit -n`",
     errno.EIO: "the disk or its connection is faulty",
 }

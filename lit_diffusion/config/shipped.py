@@ -57,16 +57,13 @@ def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]
         shipped_paths.update(paths)
         return "+".join(paths.get(part, part) for part in parts)
 
-    words, has_config = [], True  # whether the next word may be a config
-    for word in args:
+    words = []
+    for previous, word in zip(["", *args], args, strict=False):
         name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            if equals and name in CONFIG_OPTIONS:
-                word = f"{name}={replace(value)}"
-            has_config = bool(equals) or name in (*CONFIG_OPTIONS, *FLAGS)
-        elif has_config:
+        is_other_value = re.match("-[^=]*$", previous) and previous not in (*CONFIG_OPTIONS, *FLAGS)
+        if equals and name in CONFIG_OPTIONS:
+            word = f"{name}={replace(value)}"
+        elif not (word.startswith("-") or is_other_value):
             word = replace(word)
-        else:
-            has_config = True  # after the value of another option
         words.append(word)
     return words, shipped_paths

@@ -215,10 +215,8 @@ def check_time(run: ExaminedRun) -> Iterator[Finding]:
     total = training + validation + sampling
     days, hours = f"{total / 86400:,.0f} days", timedelta(seconds=round(total))
     text = f"about {days if total > 172800 else hours} on this {run.trainer.strategy.root_device}: "
-    text += (
-        f"{run.step_seconds:.2g} s per step ({run.step_source}), {validation / total:.0%} of it "
-    )
-    text += f"for validation, {sampling / total:.0%} for FIDs and sample grids"
+    text += f"{run.step_seconds:.2g} s per step ({run.step_source}), {validation / total:.0%} of "
+    text += f"it for validation, {sampling / total:.0%} for FIDs and sample grids"
     yield warning("time", text) if training < 0.5 * total else note("time", text)
 
 
