@@ -27,14 +27,8 @@ COMMANDS = {
     "doctor": ("cli.doctor.command", "check a config for problems before a long run"),
     "sweep": ("lab.compare.sweep", "train every arm of an experiment with every seed, and compare"),
     "compare": ("lab.compare.command", "compare runs by their steps to a target FID, over seeds"),
-    "speedrun": (
-        "lab.compare.speedrun_command",
-        "measure in how many steps a recipe reaches fixed targets on the digits",
-    ),
-    "analyze": (
-        "lab.analysis.command",
-        "consistency, interpolation, loss landscape and Hessian of checkpoints",
-    ),
+    "speedrun": ("lab.compare.speedrun_command", "measure how fast a recipe trains on the digits"),
+    "analyze": ("lab.analysis.command", "consistency, interpolation, loss landscape and Hessian"),
     "convert": ("cli.convert", "export weights to other programs, or import published ones"),
     "encode": ("cli.encode", "precompute the latents of a folder of images"),
     "train-extractor": ("cli.train_extractor", "train a small network for FID on your own images"),

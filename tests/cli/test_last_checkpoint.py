@@ -11,7 +11,7 @@ from support.commands import equal
 from support.saving import Saves, fit, saved
 from support.tiny_run import TinyModule, TinyNet
 
-from lit_diffusion.callbacks import FiniteUpdates, finite_updates
+from lit_diffusion.callbacks import FiniteUpdates, finite_updates, trainer_state
 from lit_diffusion.cli import last_checkpoint
 from lit_diffusion.cli.run_folder import read_command_line
 from lit_diffusion.files import atomic_write_text, remove, replace
@@ -179,7 +179,7 @@ def test_on_a_gpu_a_save_proves_the_one_before_if_no_update_was_skipped_since(
             return trainer.global_step % 2 == 1
 
     monkeypatch.setattr(finite_updates, "_DEFERRING_DEVICES", ("cpu",))
-    monkeypatch.setattr(last_checkpoint, "may_read", lambda trainer: False)
+    monkeypatch.setattr(trainer_state, "may_read", lambda trainer: False)
     options = {"callbacks": [FiniteUpdates(num_allowed)], "limit_val_batches": 0}
     with pytest.raises(FloatingPointError), pytest.warns(UserWarning, match="save before"):
         fit(SavesOften(tmp_path), tmp_path, module=Spoilt(bad), max_steps=24, **options)
