@@ -69,7 +69,8 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
         if generator is None:
             samples, labels = _read_samples_record(Path(folder)), None
         else:
-            samples = write_samples(generator, options.num or len(real), image_folder(folder))
+            num = len(real) if options.num is None else options.num
+            samples = write_samples(generator, num, image_folder(folder))
             labels = generator.image_labels(samples["num"])
         fake = as_image_set(folder, "fake")
         compared = (real, others, len(fake), user_cache(), labels)

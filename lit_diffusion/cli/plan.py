@@ -64,6 +64,12 @@ def run(argv: Sequence[str]) -> None:
     for name, is_stated in needed.items():
         if not is_stated:
             raise ValueError(f"{path} must state {name}.")
+    ranks = args.ranks or [devices * nodes]
+    if min(*ranks, args.bandwidth, args.tflops) <= 0:
+        raise ValueError(
+            "numbers of ranks, --bandwidth and --tflops must be positive, got "
+            f"{', '.join(map(str, ranks))}, {args.bandwidth:g} and {args.tflops:g}."
+        )
     precision = str(trainer.get("precision"))
     with torch.device("meta"):
         network = instantiate(networks, nn.Module, args.trust, path, key="network")
@@ -72,7 +78,6 @@ def run(argv: Sequence[str]) -> None:
     network.to(torch.bfloat16 if precision.startswith("bf16") else torch.float32)
     cost = measure_step(network, shape, batch)
     print(f"{type(network).__name__}: {cost.parameters:,} weights, {batch} images on each rank")
-    ranks = args.ranks or [devices * nodes]
     print(f"{'ranks':28}" + "".join(f"{n:>10}" for n in ranks))
     averages = _num_averages(trainer)
     columns = [_plan(cost, n, precision, averages, args.bandwidth, args.tflops) for n in ranks]

@@ -193,6 +193,7 @@ def test_options_for_generating_images_are_refused_beside_images_by_name(run, ca
         ("evaluate --data nowhere.yaml --images full --extractor digits-cnn", "There is no config"),
         (f"{RUN}x", "there is no FID protocol 'digits-cnnx'"),
         (f"{RUN} --out full", "--out full already has images"),
+        (f"{RUN} --num 0", "--num must be at least 1, got 0."),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(run, capsys, command, message):

@@ -5,8 +5,19 @@ import yaml
 from support.commands import call
 from support.tiny_run import spec
 
+pytestmark = pytest.mark.usefixtures("folder")
 
-@pytest.mark.usefixtures("folder")
+
+def write_config(callbacks=None):
+    dit = spec("DiT", image_size=8, in_channels=1, out_channels=1, depth=2, width=32, num_heads=2)
+    config = {
+        "trainer": {"callbacks": callbacks, "devices": 2},
+        "model": {"init_args": {"network": dit, "image_shape": [1, 8, 8]}},
+        "data": {"init_args": {"batch_size": 4}},
+    }
+    Path("dit.yaml").write_text(yaml.safe_dump(config))
+
+
 @pytest.mark.parametrize(
     ("callbacks", "num"),
     [
@@ -17,12 +28,13 @@ from support.tiny_run import spec
     ],
 )
 def test_averages_are_counted_under_long_and_short_names_of_their_classes(callbacks, num, capsys):
-    dit = spec("DiT", image_size=8, in_channels=1, out_channels=1, depth=2, width=32, num_heads=2)
-    config = {
-        "trainer": {"callbacks": callbacks, "devices": 2},
-        "model": {"init_args": {"network": dit, "image_shape": [1, 8, 8]}},
-        "data": {"init_args": {"batch_size": 4}},
-    }
-    Path("dit.yaml").write_text(yaml.safe_dump(config))
+    write_config(callbacks)
     assert call("plan --config dit.yaml") == 0
     assert f"averages ({num})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--ranks 8,0", "--bandwidth 0", "--tflops -1"])
+def test_ranks_and_speeds_must_be_positive(option, capsys):
+    write_config()
+    assert call(f"plan --config dit.yaml {option}") == 2
+    assert "must be positive, got " in capsys.readouterr().err
