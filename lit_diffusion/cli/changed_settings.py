@@ -88,12 +88,7 @@ class ApplyChangedHyperparameters(Callback):
         _update_groups(trainer, loaded)
 
     def _apply(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Copy the changed options of the new optimizers into the checkpoint.
-
-        Raises:
-            ValueError: if the state of an lr scheduler is damaged, or the optimizer has a different
-                class.
-        """
+        """Copy the changed options of the new optimizers into the checkpoint."""
         schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
         for scheduler, state in zip(schedulers, checkpoint["lr_schedulers"], strict=False):
             is_known = type(scheduler).__module__.startswith(("torch.", "lit_diffusion."))

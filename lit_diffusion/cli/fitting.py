@@ -64,13 +64,7 @@ def run_request(request: Request) -> None:
 
 
 class RunCLI(LightningCLI):
-    """LightningCLI whose runs have a run folder.
-
-    Args:
-        request: the command line.
-        stack: exit stack of the caller. The lock of the run folder is added to it, so that the lock
-            is held until the stack is closed.
-    """
+    """LightningCLI whose runs have a run folder. A fit locks its folder until `stack` is closed."""
 
     def __init__(self, request: Request, stack: ExitStack) -> None:
         self.request = request
@@ -381,11 +375,7 @@ def _rewrite_nested_null(option: str) -> str:
 
 
 def _take_from_data(model: Any, data: Any, trust: Sequence[str]) -> None:
-    """Replace the value "data" of a module's `image_shape` and `num_classes` with the data's value.
-
-    Raises:
-        ValueError: if there are no data, or they lack the value.
-    """
+    """Replace the value "data" of a module's `image_shape` and `num_classes` with the data's."""
     arguments = getattr(model, "init_args", None) or {}
     names = [name for name in ("image_shape", "num_classes") if arguments.get(name) == "data"]
     if not names:
@@ -443,10 +433,7 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 
 def _failed_init(error: BaseException) -> str:
-    """The prefix "UNet cannot be built: " if a constructor of this library failed, else "".
-
-    The message of a check needs no prefix.
-    """
+    """The prefix "UNet cannot be built: " if a constructor failed outside of its checks."""
     while error.__cause__ is not None:
         error = error.__cause__
     if is_user_error(error):

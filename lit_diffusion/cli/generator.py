@@ -99,9 +99,6 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 
     If `check` is set, the solver, process, guidance and loss must fit each other. Otherwise, the
     caller will replace the solver.
-
-    Raises:
-        ValueError: if the model does not support an option.
     """
     assert options.checkpoint is not None
     device = usable_device(options.device)
@@ -267,10 +264,6 @@ def build_guidance(
     Returns:
         The guidance, and a record of the model that --weaker or --classifier names. The guidance is
         None for classifier-free guidance with a scale of 1, which has no effect.
-
-    Raises:
-        ValueError: if the module does not support the guidance, or if the model of --weaker or
-            --classifier does not fit the module.
     """
     scale = options.guidance
     interval = {"interval": options.guidance_interval} if options.guidance_interval else {}

@@ -34,10 +34,7 @@ def text_image(text: str) -> Image.Image:
 
 
 def table(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
-    """Arrange rows of pictures in a table with a white background.
-
-    Each picture is centered in its cell.
-    """
+    """Arrange rows of pictures in a white table; each picture is centered in its cell."""
     widths = [max(picture.width for picture in column) + GAP for column in zip(*rows, strict=True)]
     heights = [max(picture.height for picture in row) + GAP for row in rows]
     whole = Image.new("RGB", (sum(widths), sum(heights)), "white")

@@ -137,12 +137,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def count_images(root: Path) -> tuple[int, list[str]]:
-    """Number of image files below a folder, and the names of its class folders.
-
-    Raises:
-        ValueError: if the folder has fewer than four images, an empty class folder, or images both
-            inside and outside of class folders.
-    """
+    """Number of image files below a folder, and the names of its class folders."""
     if not root.is_dir():
         raise FileNotFoundError(
             f"--images: there is no folder {root}; put images there, or name another folder."

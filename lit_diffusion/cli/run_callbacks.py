@@ -44,10 +44,6 @@ def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Ca
     """Add LastCheckpoint and SaveOnSignal if they are missing, and move them to the end.
 
     These two callbacks come last because they save the state of all other callbacks in last.ckpt.
-
-    Raises:
-        ValueError: if a ModelCheckpoint would overwrite last.ckpt, from which a run must resume
-            exactly, or if SaveOnSignal would save to a folder other than `folder`.
     """
     for callback in callbacks:
         saves_last = isinstance(callback, ModelCheckpoint) and callback.save_last

@@ -178,10 +178,7 @@ def _is_run_config(config: str | Path) -> bool:
 
 
 def model_settings(request: Request) -> list[Any]:
-    """Return the model settings in the configs and options of a command line, as nested dicts.
-
-    Settings from the checkpoint and the run folder are not included.
-    """
+    """The model settings in the configs and options of a command line, as nested dicts."""
     settings = [read_config(config).get("model") for config in request.configs]
     for option, following in zip(request.options, [*request.options[1:], ""], strict=True):
         name, equals, text = option.partition("=")

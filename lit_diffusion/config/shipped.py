@@ -29,9 +29,7 @@ def shipped_configs() -> Path:
 def find_shipped_config(path: str) -> str | None:
     """Return the path of an installed config, for a name such as `configs/digits.yaml`.
 
-    Returns:
-        The path. None if no config with this name is installed, or if the current folder has a file
-        with this name, because that file takes precedence.
+    Return None for other names, and for a file in the current folder, which takes precedence.
     """
     match = re.fullmatch(r"configs/([\w./-]+\.yaml)", path)
     if match is None or ".." in match[1] or Path(path).exists():

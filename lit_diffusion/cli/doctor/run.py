@@ -79,9 +79,7 @@ class FitOnOneProcess(RunCLI):
 class ExaminedRun:
     """The objects of a run, its length and its measured times. None means unknown.
 
-    Args:
-        cli: object that holds the module, data and Trainer of the fit.
-        seconds: time limit of each measurement of speed.
+    Each measurement of speed takes at most `seconds` seconds.
     """
 
     def __init__(self, cli: FitOnOneProcess, seconds: float) -> None:
