@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -58,7 +59,7 @@ class AppendingCSVLogger(Logger):
         """Append a row. As in Lightning, `step` is the number of batches with an optimizer step."""
         row = _to_row(metrics, step)
         if self._columns is None:
-            self.rewind(_row_step(row))
+            self.rewind(sys.maxsize if step is None else step)
         assert self._columns is not None
         if row in self._replaceable and self._last_row in (None, row):
             self._replaceable.remove(row)

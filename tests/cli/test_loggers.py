@@ -81,6 +81,13 @@ def test_new_metrics_become_columns_and_old_rows_stay_readable(tmp_path):
     ]
 
 
+def test_a_row_without_a_step_deletes_no_other(tmp_path):
+    AppendingCSVLogger(tmp_path).log_metrics({"loss": 0.5}, step=3)
+    AppendingCSVLogger(tmp_path).log_metrics({"accuracy": 0.25})
+    rows = [{"step": "3", "loss": "0.5"}, {"accuracy": "0.25"}]
+    assert read_rows(tmp_path / "metrics.csv") == rows
+
+
 def test_columns_do_not_depend_on_the_order_in_which_a_process_first_logged_them(tmp_path):
     """Lightning's rows have that order, and a resumed run may begin with another metric."""
     logger = AppendingCSVLogger(tmp_path)
