@@ -461,7 +461,9 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
     message = str(error).split("\n")[0]
     if isinstance(error, RuntimeError) and message.startswith("Error(s) in loading state_dict"):
         details = loading.list_mismatches(error)
-        return ValueError(f"{request.checkpoint} has a different architecture: {details}")
+        return ValueError(
+            f"{request.checkpoint} has a different architecture than the config: {details}"
+        )
     # These modules only restore checkpoints.
     restoring = ["lightning.pytorch.trainer.connectors.checkpoint_connector"]
     restoring += [changed_settings.__name__, *(["torch.optim"] if untrained else [])]
