@@ -127,9 +127,10 @@ class AdaptiveTimesteps(TimestepWriter):
     and 2. The defaults except num_bins are from the authors' code for CIFAR-10. The authors'
     density is the output of a network that sees the image. Here, all images share one density. The
     authors do not scale the rewards. Here, rewards are divided by their RMS, so that the effect of
-    `entropy_weight` does not depend on the scale of the objective. Three more choices are ours: the
-    selected bins are evenly spaced at the start, the density is uniform at the start, and an image
-    has the same noise before and after the update.
+    `entropy_weight` does not depend on the scale of the objective. In the authors' code, the
+    entropy is a part of the reward, so its effect vanishes near the uniform density. Three more
+    choices are ours: the selected bins are evenly spaced at the start, the density is uniform at
+    the start, and an image has the same noise before and after the update.
 
     Example:
         >>> AdaptiveTimesteps(num_bins=4).density_at().tolist()
@@ -143,7 +144,7 @@ class AdaptiveTimesteps(TimestepWriter):
         num_bins: int = 100,
         every_n_steps: int = 40,
         num_selected: int = 3,
-        queue_size: int = 5,
+        queue_size: int = 20,
         lr: float = 0.01,
         entropy_weight: float = 0.01,
     ) -> None:

@@ -29,6 +29,10 @@ class BatchAssignment:
     each step therefore waits for the device. If an image has a NaN or infinite value, the noise is
     not permuted.
 
+    The noise is permuted among the images on one device, and each noise is used once. The authors
+    of immiscible diffusion permute the noise among the images on all devices. The code of the
+    authors of OT-CFM draws pairs of image and noise with replacement.
+
     Args:
         cost: the cost of a pair, "squared" for `||x0 - noise||**2` or "distance" for
             `||x0 - noise||`.

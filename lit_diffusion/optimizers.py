@@ -46,7 +46,8 @@ class MuonAdamW(Optimizer):
         adjust_lr_fn: scale of Muon's update of a matrix (m, n). With "match_rms_adamw", the scale
             is `0.2 * sqrt(max(m, n))`. The root mean square of the update is then about `0.2 * lr`,
             as is typical of AdamW, so an lr that suits AdamW also suits Muon. With "original", the
-            scale is `sqrt(max(1, m / n))`.
+            scale is `sqrt(max(1, m / n))`. The code of Jordan et al. has the scale 1 for a square
+            convolution kernel, because it uses the height and width of the kernel as m and n.
 
     Raises:
         ValueError: if a number is out of range.

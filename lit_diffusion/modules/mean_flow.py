@@ -68,9 +68,11 @@ class MeanFlow(DiffusionModule):
         ValueError: if an argument is out of range or does not fit.
 
     Source: Geng et al. 2025 (MeanFlow, arXiv 2505.13447), Eq. 6, algorithms 1 and 2, sections 4.2
-        and 4.3, and appendix B.2 for kappa. Two choices are ours. The derivative is computed in
+        and 4.3, and appendix B.1 for kappa. Two choices are ours. The derivative is computed in
         evaluation mode, without dropout. Guidance applies at all times, whereas some of the
-        authors' models use it only in an interval.
+        authors' models use it only in an interval. The authors' code has 0.01 in the adaptive
+        weight, where the paper has 1e-3. For images whose condition was dropped, its target has
+        `noise - x0` instead of the velocity with guidance. At the optimum, both have the same mean.
 
     Example:
         >>> from lit_diffusion.losses import Simple

@@ -387,7 +387,8 @@ class MagnitudePreservingUNet(nn.Module):
         ValueError: if sizes do not fit together.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), config G. The defaults are those of model S
-        without dropout. The null class is ours.
+        without dropout. The null class is ours. The authors' code also clips the output of each
+        block to [-256, 256].
 
     Example:
         >>> network = MagnitudePreservingUNet(1, 1, 0.005, model_channels=64, num_classes=10)

@@ -225,6 +225,17 @@ def test_it_learns_from_the_batch_of_every_nth_update(tmp_path, accumulate):
     assert callback.state_dict()["queue"].shape == (4, 4)
 
 
+def test_bins_are_selected_from_the_last_20_measurements_unless_queue_size_differs(tmp_path):
+    """If all bins are selected, the run does not depend on the number of measurements."""
+    queues = []
+    for options in ({}, {"queue_size": 3}):
+        callback = AdaptiveTimesteps(2, every_n_steps=1, num_selected=2, **options)
+        make_trainer(tmp_path, callback, max_epochs=1).fit(tiny_diffusion(), images(21 * 4, 4))
+        queues.append(callback.state_dict()["queue"])
+    assert len(queues[0]) == 20
+    assert torch.equal(queues[1], queues[0][-3:])
+
+
 def test_the_density_is_logged(tmp_path):
     logger, callback = MemoryLogger(), AdaptiveTimesteps(6, every_n_steps=1, lr=0.1)
     options = {"logger": logger, "max_epochs": 2, "log_every_n_steps": 1}
