@@ -49,10 +49,6 @@ def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
 
     Returns:
         x0 (B, C', H', W') float32.
-
-    Example:
-        >>> encode_for_training(PixelCodec(), torch.zeros(2, 3, 8, 8, dtype=torch.uint8)).shape
-        torch.Size([2, 3, 8, 8])
     """
     x0: Tensor = getattr(codec, "encode_for_training", codec.encode)(images)
     return x0

@@ -14,12 +14,7 @@ T = TypeVar("T")
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Return the rank of this process, and the number of processes.
-
-    Example:
-        >>> rank_and_world_size()
-        (0, 1)
-    """
+    """Return the rank of this process, and the number of processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -30,10 +25,6 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
 
     The result of the function is returned on every rank. If the function raises an exception, the
     exception is raised on every rank.
-
-    Example:
-        >>> call_on_rank_zero(lambda: 2 + 3)
-        5
     """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
@@ -51,12 +42,7 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def all_gather_objects(value: T) -> list[T]:
-    """Return the values that all ranks pass, in the order of ranks.
-
-    Example:
-        >>> all_gather_objects("loss")
-        ['loss']
-    """
+    """Return the values that all ranks pass, in the order of ranks."""
     _, world_size = rank_and_world_size()
     values: list[Any] = [value] * world_size
     if world_size > 1:

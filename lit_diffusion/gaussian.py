@@ -27,10 +27,6 @@ def expand_as(value: Tensor, images: Tensor) -> Tensor:
 
     Returns:
         (B, 1, 1, 1) or (), in the dtype and on the device of `images`.
-
-    Example:
-        >>> expand_as(torch.ones(2).double(), torch.zeros(2, 3, 8, 8)).shape
-        torch.Size([2, 1, 1, 1])
     """
     from_cpu = value.device.type == "cpu"  # a copy to the CPU must wait for the values
     value = value.to(device=images.device, dtype=images.dtype, non_blocking=from_cpu)
@@ -53,12 +49,6 @@ class Posterior(NamedTuple):
         log_beta: logarithm of the variance of `q(x_t | x_s)`, which is an upper bound on the
             variance of a reverse step.
         last: whether the step ends at the clean image.
-
-    Example:
-        >>> from lit_diffusion.processes import LinearFlow
-        >>> steps = posterior(LinearFlow(), torch.tensor([0.5, 0.25, 0.0], dtype=torch.float64))
-        >>> steps.last.tolist()
-        [False, True]
     """
 
     x0_coef: Tensor
@@ -119,11 +109,6 @@ def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float
         process: a discrete process with T steps.
         t: (B,) integers from 0 to T - 1, in any dtype.
         dtype: dtype of the posteriors.
-
-    Example:
-        >>> from lit_diffusion.processes import DiscreteVP, LinearBetas
-        >>> step_posterior(DiscreteVP(LinearBetas(100)), torch.tensor([0, 99])).last.tolist()
-        [True, False]
     """
     steps = Posterior(*step_table(process, t.device)[:, t.long()].to(dtype))
     return steps._replace(last=steps.last != 0)
@@ -224,25 +209,14 @@ class LearnedRange:
 
 
 def normal_kl(mean1: Tensor, logvar1: Tensor, mean2: Tensor, logvar2: Tensor) -> Tensor:
-    """Compute `KL(N(mean1, exp(logvar1)) || N(mean2, exp(logvar2)))` in nats, elementwise.
-
-    Example:
-        >>> zero, one = torch.zeros(()), torch.ones(())
-        >>> normal_kl(one, zero, zero, zero)
-        tensor(0.5000)
-    """
+    """Compute `KL(N(mean1, exp(logvar1)) || N(mean2, exp(logvar2)))` in nats, elementwise."""
     return 0.5 * (
         logvar2 - logvar1 - 1 + (logvar1 - logvar2).exp() + (mean1 - mean2) ** 2 * (-logvar2).exp()
     )
 
 
 def approx_normal_cdf(x: Tensor) -> Tensor:
-    """Approximate the standard normal CDF with tanh, as the code of DDPM does.
-
-    Example:
-        >>> approx_normal_cdf(torch.tensor([0.0, 1.0]))
-        tensor([0.5000, 0.8412])
-    """
+    """Approximate the standard normal CDF with tanh, as the code of DDPM does."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 

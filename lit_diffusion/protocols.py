@@ -27,12 +27,6 @@ def check_positive(**values: float | None) -> None:
 
     Args:
         values: values by name, which the error message contains.
-
-    Example:
-        >>> check_positive(lr=0.1, weight_decay=None)
-        >>> check_positive(lr=-1.0)
-        Traceback (most recent call last):
-        ValueError: lr must be above 0 and finite, got -1.0.
     """
     for name, value in values.items():
         if value is not None and not 0 < value < math.inf:
@@ -94,10 +88,6 @@ class NonFiniteSamples(ArithmeticError):
         seeds: seeds of the samples that are not finite.
         step: number of completed optimizer steps; None if unknown.
         where: time or sampling step at which a value first became NaN or infinite, such as "t = 5".
-
-    Example:
-        >>> NonFiniteSamples(seeds=[3, 8], step=1000, where="t = 5").seeds
-        [3, 8]
     """
 
     def __init__(self, seeds: Sequence[int], step: int | None, where: str) -> None:

@@ -139,12 +139,7 @@ def _scramble(seed: int, offset: int) -> int:
 
 
 def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
-    """Return the default class of each sample, `seed % num_classes`.
-
-    Example:
-        >>> classes_of([0, 1, 12], num_classes=10)
-        [0, 1, 2]
-    """
+    """Return the default class of each sample, `seed % num_classes`."""
     if seeds[10**8 :]:  # the len() of a range may overflow
         raise ValueError("num_samples, num or num_predict must be at most 100,000,000.")
     return [seed % num_classes for seed in seeds]

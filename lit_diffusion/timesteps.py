@@ -255,11 +255,7 @@ class Shifted:
 
 
 def check_shift(shift: float) -> None:
-    """Raise ValueError unless `shift`, a factor on noise levels, is positive and finite.
-
-    Example:
-        >>> check_shift(3.0)
-    """
+    """Raise ValueError unless `shift`, a factor on noise levels, is positive and finite."""
     if not 0 < shift < math.inf:
         raise ValueError(f"shift must be > 0, got {shift}; 1 leaves the times as they are.")
 
@@ -274,11 +270,6 @@ def shift_times(t: Tensor, shift: float, process: Process) -> Tensor:
 
     Returns:
         The times, (N,) float64.
-
-    Example:
-        >>> from lit_diffusion.processes import LinearFlow
-        >>> shift_times(torch.tensor([0.5]).double(), 3.0, LinearFlow()).round(decimals=3).item()
-        0.75
     """
     alpha, sigma = process.alpha_sigma(t)
     shifted = process.at_log_snr(2 * (alpha / sigma / shift).log())

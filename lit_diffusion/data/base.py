@@ -258,12 +258,7 @@ class ImageDataModule(LightningDataModule):
 
 
 def identity_collate(batch: Any) -> Any:
-    """Return the argument unchanged, as `collate_fn` of a dataset whose items are whole batches.
-
-    Example:
-        >>> identity_collate([1, 2])
-        [1, 2]
-    """
+    """Return the argument unchanged, as `collate_fn` of a dataset whose items are whole batches."""
     return batch
 
 
@@ -302,11 +297,7 @@ def split_rows(
 
 
 def require_at_least(least: int, **values: int) -> None:
-    """Raise ValueError if one of the named values is below `least`, or is 2^63 or more.
-
-    Example:
-        >>> require_at_least(1, batch_size=32)
-    """
+    """Raise ValueError if one of the named values is below `least`, or is 2^63 or more."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} must be >= {least}, got {value}.")

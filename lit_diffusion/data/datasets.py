@@ -28,10 +28,6 @@ def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
 
     The integers are the mixed-radix digits of a 63-bit hash of the key. The bias of their
     distribution is below `prod(sizes) / 2**63`.
-
-    Example:
-        >>> random_integers([10, 10], "crop", 5) == random_integers([10, 10], "crop", 5)
-        True
     """
     number = fold(*key)
     integers = []
@@ -42,12 +38,7 @@ def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
 
 
 def is_mirrored(seed: int, epoch: int, index: int) -> bool:
-    """Whether random flipping mirrors image `index` in `epoch` (probability 1/2).
-
-    Example:
-        >>> sum(is_mirrored(0, 0, index) for index in range(1000)) in range(450, 551)
-        True
-    """
+    """Whether random flipping mirrors image `index` in `epoch` (probability 1/2)."""
     return random_integers([2], "mirror", seed, epoch, index) == [1]
 
 

@@ -161,11 +161,6 @@ def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches
 
 
 def usable_cores() -> int:
-    """Number of CPU cores in the affinity mask of this process.
-
-    Example:
-        >>> usable_cores() >= 1
-        True
-    """
+    """Number of CPU cores in the affinity mask of this process."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -21,12 +21,6 @@ class RandomPatches(ImageDataset):
     """Random 32x32 crops of photos. The label of a crop is the index of its photo.
 
     Crop positions are a function of (seed, epoch, index). If `seed` is None, a fixed seed is used.
-
-    Example:
-        >>> photos = torch.zeros(2, 3, 40, 40, dtype=torch.uint8)
-        >>> images, labels, index = RandomPatches(photos, count=10, stream="crops")[3]
-        >>> images.shape
-        torch.Size([1, 3, 32, 32])
     """
 
     photos: Tensor  # (P, C, H, W) uint8

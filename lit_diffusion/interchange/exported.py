@@ -150,12 +150,7 @@ def create_folder(path: str | Path) -> Path:
 
 
 def is_exported(path: str | Path) -> bool:
-    """Whether a folder has an exported network.
-
-    Example:
-        >>> is_exported("no such folder")
-        False
-    """
+    """Whether a folder has an exported network."""
     return (Path(path) / RECORD).exists()
 
 

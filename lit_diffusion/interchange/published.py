@@ -56,9 +56,6 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
         FileNotFoundError: if `file` does not exist.
         ValueError: if the file does not have the format of `kind`, if weights are not finite
             numbers, if an argument is missing or wrong, or if `out` would replace `file`.
-
-    Example:
-        >>> spec = convert("uvit.pth", "uvit", "imported", {"num_heads": 8})  # doctest: +SKIP
     """
     file = Path(file)
     if file.exists() and file.resolve() == (Path(out) / WEIGHTS).resolve():
@@ -112,9 +109,6 @@ def check_weights(state: State, source: str) -> None:
 
     `convert` checks every published checkpoint with this function. The error message contains
     `source` and the name of the first weight that fails the check.
-
-    Example:
-        >>> check_weights({"weight": torch.ones(2)}, "model.pt")
     """
     for name, value in state.items():
         is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_meta)

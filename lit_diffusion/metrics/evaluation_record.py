@@ -99,21 +99,12 @@ def is_repeat(record: Mapping[str, Any]) -> bool:
 
     Repeated evaluations show how much the FID depends on the samples. Curves of the FID over
     training steps leave them out.
-
-    Example:
-        >>> is_repeat({"seeds": [360, 720]})
-        True
     """
     return "seeds" in record and record["seeds"][0] != 0
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return the value, or None if it is NaN or infinite, which JSON cannot represent.
-
-    Example:
-        >>> finite_or_none(2.5), finite_or_none(float("nan"))
-        (2.5, None)
-    """
+    """Return the value, or None if it is NaN or infinite, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 

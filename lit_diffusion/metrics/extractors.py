@@ -369,10 +369,6 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
 
     Raises:
         ValueError: if any other conversion would be necessary.
-
-    Example:
-        >>> match_channels(torch.zeros(2, 1, 8, 8, dtype=torch.uint8), channels=3).shape
-        torch.Size([2, 3, 8, 8])
     """
     actual = images.shape[-3]
     if actual == channels:

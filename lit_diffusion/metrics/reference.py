@@ -62,14 +62,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Scorer:
-    """The feature extractor of an FID protocol on a device, with a batch size.
-
-    Example:
-        >>> from lit_diffusion.metrics.extractors import Pixels
-        >>> scorer = Scorer(Pixels(1), Pixels(1).build(), torch.device("cpu"), batch_size=64)
-        >>> scorer.features(torch.zeros(2, 1, 16, 16, dtype=torch.uint8)).shape
-        torch.Size([2, 64])
-    """
+    """The feature extractor of an FID protocol on a device, with a batch size."""
 
     protocol: FIDProtocol
     extractor: nn.Module
@@ -243,12 +236,7 @@ def _rows_of_share(index: Iterable[int]) -> list[int]:
 
 
 def shuffled_range(size: int, number: int) -> list[int]:
-    """Permute 0, ..., size - 1 at random. `number` is the random seed.
-
-    Example:
-        >>> sorted(shuffled_range(5, number=0)), shuffled_range(9, 0) == shuffled_range(9, 1)
-        ([0, 1, 2, 3, 4], False)
-    """
+    """Permute 0, ..., size - 1 at random. `number` is the random seed."""
     generator = torch.Generator().manual_seed(fold("floor images", number))
     order: list[int] = torch.randperm(size, generator=generator).tolist()
     return order

@@ -98,9 +98,6 @@ def fetch_weights(
         ConnectionError: if the URL cannot be reached.
         ValueError: if the existing or the downloaded file does not have the expected SHA-256, or if
             there is no such extractor.
-
-    Example:
-        >>> path = fetch_weights()  # doctest: +SKIP
     """
     if extractor not in WEIGHT_FILES:
         raise ValueError(f"extractor must be one of {', '.join(WEIGHT_FILES)}, got {extractor!r}.")

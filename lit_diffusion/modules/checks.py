@@ -31,11 +31,6 @@ def check_channels(network: nn.Module, image_shape: tuple[int, ...]) -> None:
     Args:
         network: the network.
         image_shape: (C, H, W) of x0.
-
-    Example:
-        >>> from lit_diffusion.networks.dit import DiT
-        >>> network = DiT(8, in_channels=1, out_channels=1, depth=1, width=32, num_heads=2)
-        >>> check_channels(network, (1, 8, 8))
     """
     in_channels = getattr(network, "in_channels", image_shape[0])
     if in_channels != image_shape[0]:
@@ -129,14 +124,7 @@ def check_objective(
 
 
 def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guidance | None) -> None:
-    """Raise ValueError if solver, process, guidance and loss cannot be used together.
-
-    Example:
-        >>> from lit_diffusion.losses import DenoisingLoss, Simple
-        >>> from lit_diffusion.processes import LinearFlow
-        >>> from lit_diffusion.solvers import Euler
-        >>> check_sampling(LinearFlow(), DenoisingLoss(Simple()), Euler(steps=20), None)
-    """
+    """Raise ValueError if solver, process, guidance and loss cannot be used together."""
     try:
         solver.check(process)
     except ValueError as error:
@@ -174,13 +162,7 @@ def _keeps_signal(process: Process, solver: Solver) -> bool:
 
 
 def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
-    """Raise ValueError if a solver or guidance clamps x0, although the codec's x0 is unbounded.
-
-    Example:
-        >>> from lit_diffusion.codecs import PixelCodec
-        >>> from lit_diffusion.solvers import DDIM
-        >>> check_clipping(PixelCodec(), DDIM(clip=True))
-    """
+    """Raise ValueError if a solver or guidance clamps x0, although the codec's x0 is unbounded."""
     for clipper in clipping:
         if getattr(clipper, "clip", False) and not codec.bounded:
             raise ValueError(
@@ -222,13 +204,7 @@ def check_data(
 
 
 def codec_record(codec: Codec) -> dict[str, Any]:
-    """Return the checkpoint entry that identifies a codec's weights; {} without weights.
-
-    Example:
-        >>> from lit_diffusion.codecs import PixelCodec
-        >>> codec_record(PixelCodec())
-        {}
-    """
+    """Return the checkpoint entry that identifies a codec's weights; {} without weights."""
     sha256, folder = _sha256(codec), getattr(codec, "folder", None)
     return {} if sha256 is None else {"codec": {"name": Path(folder or "").name, "sha256": sha256}}
 
@@ -249,11 +225,7 @@ def _sha256(codec: Codec) -> str | None:
 
 
 def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if encoded images x0 (B, C, H, W) do not have the module's `image_shape`.
-
-    Example:
-        >>> check_shape(torch.zeros(4, 3, 8, 8), image_shape=(3, 8, 8))
-    """
+    """Raise ValueError if encoded images x0 (B, C, H, W) do not have the module's `image_shape`."""
     if x0.shape[1:] != image_shape:
         raise ValueError(
             f"image_shape is {image_shape}, but x0 of the data has the shape "
@@ -268,10 +240,6 @@ def check_batch(batch: object, takes_condition: bool) -> None:
         batch: a batch of the data.
         takes_condition: whether the module takes a condition. If not, the second item of the batch
             must be integer labels, which the module ignores.
-
-    Example:
-        >>> images, index = torch.zeros(2, 1, 8, 8, dtype=torch.uint8), torch.arange(2)
-        >>> check_batch((images, torch.tensor([3, 7]), index), takes_condition=True)
     """
     if not (isinstance(batch, tuple | list) and len(batch) == 3):
         is_whole = isinstance(batch, Mapping | Tensor)
@@ -325,11 +293,6 @@ class FiniteDenoise:
 
     Args:
         denoise: the function to wrap.
-
-    Example:
-        >>> denoise = FiniteDenoise(lambda x_t, t: Denoised(x0=x_t, noise=x_t))
-        >>> x0 = denoise(torch.zeros(2, 1, 8, 8), torch.ones(2)).x0
-        >>> denoise.raise_if_non_finite(x0, seeds=[0, 1], step=None)
     """
 
     def __init__(self, denoise: Denoise) -> None:

@@ -21,11 +21,7 @@ CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 
 
 def check_mode(mode: str | None) -> None:
-    """Raise ValueError unless `mode` is a `CompileMode` or None.
-
-    Example:
-        >>> check_mode("default")
-    """
+    """Raise ValueError unless `mode` is a `CompileMode` or None."""
     if mode not in (None, *get_args(CompileMode)):
         names = ", ".join(map(repr, get_args(CompileMode)))
         raise ValueError(f"compile must be {names} or None, got {mode!r}.")
@@ -37,9 +33,6 @@ def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: i
     With CUDA graphs, the gradients of a micro-batch overwrite the gradients of the previous
     micro-batch, so the sum of the gradients would be wrong
     (github.com/pytorch/pytorch/issues/169545).
-
-    Example:
-        >>> check_accumulation("default", torch.device("cuda"), micro_batches=4)
     """
     if mode != "default" and device.type == "cuda" and micro_batches > 1:
         raise ValueError(

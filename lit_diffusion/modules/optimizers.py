@@ -86,11 +86,6 @@ def with_fused_kernels(optimizer: Optimizer) -> Optimizer:
     gradients of precision=16-mixed. For this reason, Lightning does not allow `gradient_clip_val`
     with such an optimizer in 16-mixed and bf16-mixed. If this function sets fused=True instead, the
     GradScaler unscales the gradients, and clipping is allowed.
-
-    Example:
-        >>> adam = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])  # on a CPU
-        >>> with_fused_kernels(adam).param_groups[0]["fused"] is None
-        True
     """
     optimizer.register_load_state_dict_pre_hook(_keep_implementation)
     optimizer.register_load_state_dict_post_hook(_match_strides)

@@ -18,12 +18,6 @@ def network_blocks(network: nn.Module) -> Iterator[nn.Module]:
 
     The attribute `block_names` of a network lists the attributes that are blocks or ModuleLists of
     blocks. A network without `block_names` has no blocks.
-
-    Example:
-        >>> from lit_diffusion.networks.dit import DiT
-        >>> network = DiT(8, in_channels=1, out_channels=1, depth=3, width=32, num_heads=2)
-        >>> len(list(network_blocks(network)))
-        3
     """
     for name in getattr(network, "block_names", ()):
         child = network.get_submodule(name)
@@ -87,10 +81,6 @@ class StepCost(NamedTuple):
         rest: number of weights outside all blocks.
         activations: number of bytes that the forward pass stores for the backward pass.
         flops: number of floating-point operations of the forward and backward pass.
-
-    Example:
-        >>> StepCost(parameters=100, block=40, rest=20, activations=4000, flops=1200).block
-        40
     """
 
     parameters: int
@@ -110,14 +100,6 @@ def measure_step(network: nn.Module, image_shape: Sequence[int], batch: int) -> 
             computes matrix products.
         image_shape: (C, H, W) of x.
         batch: number of images per rank.
-
-    Example:
-        >>> from lit_diffusion.networks.dit import DiT
-        >>> with torch.device("meta"):
-        ...     network = DiT(8, 1, 1, depth=1, width=32, num_heads=2)
-        >>> cost = measure_step(network, image_shape=(1, 8, 8), batch=4)
-        >>> cost.parameters == sum(parameter.numel() for parameter in network.parameters())
-        True
     """
     stored: list[Tensor] = []
 

@@ -146,10 +146,6 @@ def resolve_condition(
         ValueError: if both `condition` and `num_classes` are given.
         TypeError: if `condition` is not one of the four kinds in this file. A likely mistake is to
             pass an object of `lit_diffusion.conditioning`.
-
-    Example:
-        >>> resolve_condition(None, num_classes=10)
-        Classes(num_classes=10, null_class=True)
     """
     if condition is None:
         return None if num_classes is None else Classes(num_classes)
@@ -173,10 +169,6 @@ class EmbeddedCondition(NamedTuple):
         tokens: (B, 1 + L, D), or None. The first token is the null token.
         mask: (B, 1 + L) bool, True for the tokens to attend to. The network attends to all tokens
             that are not padding, or to the null token if an image has only padding.
-
-    Example:
-        >>> EmbeddedCondition(vector=torch.zeros(2, 16)).tokens is None
-        True
     """
 
     vector: Tensor | None = None
@@ -198,11 +190,6 @@ def embed_condition(
 
     Raises:
         ValueError: if the condition has the wrong kind or size.
-
-    Example:
-        >>> embedding, x = Classes(10).embedding(16), torch.randn(2, 1, 8, 8)
-        >>> embed_condition(embedding, None, x, network="UNet").vector.shape
-        torch.Size([2, 16])
     """
     if embedding is None:
         if condition is not None:
@@ -229,11 +216,6 @@ def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor,
     Returns:
         All tokens (B, N + 1 + L, D), in the dtype of `tokens`, and their mask (B, N + 1 + L). If
         the condition has no tokens, the result is `tokens` and None.
-
-    Example:
-        >>> tokens, mask = concat_tokens(torch.zeros(2, 4, 16), EmbeddedCondition())
-        >>> tokens.shape, mask
-        (torch.Size([2, 4, 16]), None)
     """
     if condition.tokens is None or condition.mask is None:
         return tokens, None

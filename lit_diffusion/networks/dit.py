@@ -49,11 +49,6 @@ class DiTBlock(nn.Module):
     `DiT` initializes the block so that it is the identity.
 
     Source: Peebles & Xie 2022, section 3.2.
-
-    Example:
-        >>> block = DiTBlock(width=32, num_heads=2, hidden=64)
-        >>> block(torch.randn(2, 16, 32), torch.randn(2, 32)).shape
-        torch.Size([2, 16, 32])
     """
 
     def __init__(self, width: int, num_heads: int, hidden: int) -> None:

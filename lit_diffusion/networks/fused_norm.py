@@ -56,11 +56,6 @@ def group_norm_silu(
         kernels, where the result is contiguous.
 
     Source: Wu & He 2018, Eq. 1 and 7. Scale and shift are from Nichol & Dhariwal 2021, appendix A.
-
-    Example:
-        >>> x, weight, bias = torch.randn(2, 8, 4, 4), torch.ones(8), torch.zeros(8)
-        >>> group_norm_silu(x, weight, bias, num_groups=4, eps=1e-5).shape
-        torch.Size([2, 8, 4, 4])
     """
     arguments = (x, weight, bias, scale, shift, offset, num_groups, eps, silu)
     if _has_kernels(x.device, x.dtype) and (

@@ -70,10 +70,6 @@ def rope_cos_sin(
 
     Returns:
         (2, side**2 + num_extra, head_dim / 2) float64.
-
-    Example:
-        >>> rope_cos_sin(side=2, head_dim=8, num_extra=1).shape
-        torch.Size([2, 5, 4])
     """
     k = torch.arange(head_dim // 4, dtype=torch.float64, device=device)
     frequencies = 10_000 ** (-4 * k / head_dim)
@@ -92,10 +88,6 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
     Returns:
         (..., head_dim) in the dtype of x.
-
-    Example:
-        >>> apply_rope(torch.randn(2, 5, 8), rope_cos_sin(side=2, head_dim=8, num_extra=1)).shape
-        torch.Size([2, 5, 8])
     """
     (cos, sin), (a, b) = cos_sin, x.to(cos_sin.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
@@ -126,10 +118,6 @@ class SwiGLU(nn.Module):
     """SwiGLU MLP: a linear map of `silu(gate) * value`, where gate and value are linear maps of x.
 
     It has as many parameters as a plain MLP with `hidden` hidden features.
-
-    Example:
-        >>> SwiGLU(width=32, hidden=64)(torch.randn(2, 5, 32)).shape
-        torch.Size([2, 5, 32])
     """
 
     def __init__(self, width: int, hidden: int) -> None:

@@ -58,10 +58,6 @@ class TimestepMLP(nn.Sequential):
 
     Under autocast, the module still computes in the dtype of its weights, because bfloat16 is too
     coarse for noise levels.
-
-    Example:
-        >>> TimestepMLP(dim=8, width=32)(torch.tensor([0.0, 999.0])).shape
-        torch.Size([2, 32])
     """
 
     def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
@@ -114,12 +110,7 @@ class TwoTimesMLP(TimestepMLP):
 
 
 class LayerNorm32(nn.LayerNorm):
-    """Layer norm, computed in float32 or better. The result has the input's dtype.
-
-    Example:
-        >>> LayerNorm32(8)(torch.randn(2, 8).bfloat16()).dtype
-        torch.bfloat16
-    """
+    """Layer norm, computed in float32 or better. The result has the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., D) -> the same shape."""
@@ -136,10 +127,6 @@ class RMSNorm32(nn.RMSNorm):
     The result has the input's dtype.
 
     Source: Zhang & Sennrich 2019, Eq. 4.
-
-    Example:
-        >>> RMSNorm32(2)(torch.tensor([3.0, 3.0])).tolist()
-        [1.0, 1.0]
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -182,10 +169,6 @@ def self_attention(
         (B, N, D), the features of the first head first.
 
     Source: Vaswani et al. 2017, Eq. 1.
-
-    Example:
-        >>> self_attention(torch.randn(2, 16, 3 * 64), 4, split_heads_first=False).shape
-        torch.Size([2, 16, 64])
     """
     batch, tokens, _ = qkv.shape
     # `unbind`, because its gradient takes a single copy into the layout of qkv.
@@ -200,12 +183,7 @@ def self_attention(
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention. `qkv` outputs all queries, then all keys, then all values.
-
-    Example:
-        >>> Attention(width=32, num_heads=2)(torch.randn(2, 5, 32)).shape
-        torch.Size([2, 5, 32])
-    """
+    """Multi-head self-attention. `qkv` outputs all queries, then all keys, then all values."""
 
     def __init__(self, width: int, num_heads: int, qkv_bias: bool = True) -> None:
         super().__init__()
@@ -220,12 +198,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, GELU, Linear. `approximate` is "none" or "tanh", as in `torch.nn.GELU`.
-
-    Example:
-        >>> MLP(width=32, hidden=64)(torch.randn(2, 5, 32)).shape
-        torch.Size([2, 5, 32])
-    """
+    """Linear, GELU, Linear. `approximate` is "none" or "tanh", as in `torch.nn.GELU`."""
 
     def __init__(self, width: int, hidden: int, approximate: str = "none") -> None:
         super().__init__()
@@ -261,22 +234,12 @@ class FinalLayer(nn.Module):
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Compute `x * (1 + scale) + shift`.
-
-    Example:
-        >>> modulate(torch.ones(1), shift=torch.tensor(0.5), scale=torch.tensor(2.0))
-        tensor([3.5000])
-    """
+    """Compute `x * (1 + scale) + shift`."""
     return x * (1 + scale) + shift
 
 
 class PatchEmbed(nn.Module):
-    """Patch embedding: a convolution whose stride is the patch size. Tokens are in row-major order.
-
-    Example:
-        >>> PatchEmbed(in_channels=3, width=32, patch_size=4)(torch.randn(2, 3, 8, 8)).shape
-        torch.Size([2, 4, 32])
-    """
+    """Convolution whose stride is the patch size. Tokens are in row-major order."""
 
     def __init__(self, in_channels: int, width: int, patch_size: int) -> None:
         super().__init__()
@@ -292,10 +255,6 @@ def patchify(x: Tensor, patch_size: int) -> Tensor:
     """Split images (B, C, H, W) into N patches (B, N, p * p * C), where p is the patch size.
 
     The features of a patch have the order (row, column, channel).
-
-    Example:
-        >>> patchify(torch.randn(2, 3, 8, 8), patch_size=4).shape
-        torch.Size([2, 4, 48])
     """
     x = torch.unflatten(torch.unflatten(x, 3, (-1, patch_size)), 2, (-1, patch_size))
     return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # x: (B, C, H/p, p, W/p, p)
@@ -336,10 +295,6 @@ def sincos_2d(side: int, width: int) -> Tensor:
     MAE. The second half are sinusoids of the row.
 
     Source: He et al. 2022 (MAE), appendix A.1.
-
-    Example:
-        >>> sincos_2d(side=2, width=8).shape
-        torch.Size([1, 4, 8])
     """
     row, column = grid_positions(side)
     halves = [timestep_embedding(p, width // 2).roll(width // 4, 1) for p in (column, row)]
@@ -391,10 +346,6 @@ def zero_(module: _Module) -> _Module:
     """Set all parameters to 0 and return the module.
 
     If the last layer of a residual branch is zero, the residual block is the identity.
-
-    Example:
-        >>> zero_(nn.Linear(2, 1)).weight.tolist()
-        [[0.0, 0.0]]
     """
     for parameter in module.parameters():
         parameter.zero_()
@@ -403,14 +354,7 @@ def zero_(module: _Module) -> _Module:
 
 @torch.no_grad()
 def xavier_uniform_(network: nn.Module) -> None:
-    """Initialize all linear maps and convolutions with Xavier-uniform weights and zero biases.
-
-    Example:
-        >>> linear = nn.Linear(2, 1)
-        >>> xavier_uniform_(linear)
-        >>> linear.bias.tolist()
-        [0.0]
-    """
+    """Initialize all linear maps and convolutions with Xavier-uniform weights and zero biases."""
     for module in network.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             nn.init.xavier_uniform_(module.weight.flatten(1))
@@ -419,12 +363,7 @@ def xavier_uniform_(network: nn.Module) -> None:
 
 
 def maybe_checkpoint(block: nn.Module, *inputs: Tensor | None, enabled: bool) -> Tensor:
-    """Compute `block(*inputs)`, with gradient checkpointing if enabled.
-
-    Example:
-        >>> maybe_checkpoint(nn.Identity(), torch.ones(2), enabled=False)
-        tensor([1., 1.])
-    """
+    """Compute `block(*inputs)`, with gradient checkpointing if enabled."""
     if not (enabled and torch.is_grad_enabled()):  # in torch 2.11, checkpoint has no jvp
         return cast(Tensor, block(*inputs))
     return cast(Tensor, checkpoint(block, *inputs, use_reentrant=False))
@@ -434,11 +373,6 @@ def no_autocast(x: Tensor) -> AbstractContextManager[None]:
     """Return a context without autocast for the device of `x`.
 
     Inside the context, operations keep the dtype of their inputs.
-
-    Example:
-        >>> with torch.autocast("cpu", torch.bfloat16), no_autocast(torch.ones(1)):
-        ...     nn.Linear(2, 1)(torch.ones(2)).dtype
-        torch.float32
     """
     if x.is_meta:  # autocast does not exist for meta tensors
         # `torch.amp.is_autocast_available` would tell, but torch 2.11 cannot compile it.
@@ -453,9 +387,6 @@ def check_sizes(
 
     A width or image size above 100,000 is implausible, and so is a depth above 1,000. The sizes in
     `others` only need to be positive.
-
-    Example:
-        >>> check_sizes(image_size=8, patch_size=2, width=32, depth=2, num_heads=2, mlp_ratio=4.0)
     """
     check_positive(image_size=image_size, width=width, depth=depth, **others)
     if width > 10**5 or depth > 1000 or image_size > 10**5:
@@ -475,11 +406,7 @@ def check_sizes(
 
 
 def check_image_size(x: Tensor, image_size: int, network: str) -> None:
-    """Raise ValueError unless the images x (B, C, H, W) are image_size x image_size.
-
-    Example:
-        >>> check_image_size(torch.zeros(2, 3, 8, 8), image_size=8, network="DiT")
-    """
+    """Raise ValueError unless the images x (B, C, H, W) are image_size x image_size."""
     if x.shape[2:] != (image_size, image_size):
         raise ValueError(
             f"{network}(image_size={image_size}) got images of shape {tuple(x.shape)}: resize "
@@ -499,10 +426,6 @@ def check_levels(
 
     More than 100,000 channels are implausible, and so are more than 1,000 blocks per level or more
     than 32 levels. The arguments are the same as in `UNet`.
-
-    Example:
-        >>> check_levels(1, 32, channel_mult=(1, 2), num_res_blocks=1,
-        ...              attention_downsample=(2,), dropout=0.1)
     """
     levels = len(channel_mult)
     check_positive(
@@ -529,11 +452,7 @@ def check_levels(
 
 
 def check_divisible(x: Tensor, levels: int, network: str) -> None:
-    """Raise ValueError unless height and width of x (B, C, H, W) suit a U-Net with these levels.
-
-    Example:
-        >>> check_divisible(torch.zeros(2, 3, 8, 8), levels=4, network="UNet")
-    """
+    """Raise ValueError unless height and width of x (B, C, H, W) suit a U-Net with these levels."""
     reduction = 2 ** (levels - 1)
     if x.shape[2] % reduction or x.shape[3] % reduction:
         raise ValueError(

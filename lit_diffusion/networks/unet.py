@@ -61,10 +61,6 @@ class GroupNorm32(nn.GroupNorm):
     Statistics are computed in float32 or better. The result has the input's dtype.
 
     Source: Wu & He 2018, Eq. 1 and 7, with eps = 1e-5.
-
-    Example:
-        >>> GroupNorm32(64)(torch.randn(2, 64, 8, 8), silu=True).shape
-        torch.Size([2, 64, 8, 8])
     """
 
     def __init__(self, channels: int, groups: int = 32) -> None:
@@ -94,10 +90,6 @@ class PointwiseLinear(nn.Conv1d):
     """A linear map of tokens, whose weight has the shape of a 1D convolution of kernel size 1.
 
     Published U-Nets have weights of this shape.
-
-    Example:
-        >>> PointwiseLinear(8, 4)(torch.randn(2, 5, 8)).shape
-        torch.Size([2, 5, 4])
     """
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
@@ -109,12 +101,7 @@ class PointwiseLinear(nn.Conv1d):
 
 
 class Conv3x3(nn.Conv2d):
-    """A 3x3 convolution that keeps height and width.
-
-    Example:
-        >>> Conv3x3(3, 8)(torch.randn(2, 3, 16, 16)).shape
-        torch.Size([2, 8, 16, 16])
-    """
+    """A 3x3 convolution that keeps height and width."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=3, padding=1)
@@ -133,11 +120,6 @@ def conv_and_bias(conv: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     Returns:
         For a `Conv3x3` on CUDA, the output without bias, and the bias (B, out_channels). Otherwise,
         `conv(x)` and None.
-
-    Example:
-        >>> output, bias = conv_and_bias(Conv3x3(3, 8), torch.randn(2, 3, 16, 16))
-        >>> output.shape, bias
-        (torch.Size([2, 8, 16, 16]), None)
     """
     if not x.is_cuda or not isinstance(conv, Conv3x3) or conv.bias is None:
         return conv(x), None
@@ -256,11 +238,6 @@ class AttentionPool(nn.Module):
     """Attention pooling: one vector per image, with the mean of all pixels as the query.
 
     Source: Radford et al. 2021 (CLIP), section 2.4.
-
-    Example:
-        >>> pool = AttentionPool(8, channels=32, num_heads=2, out_channels=10)
-        >>> pool(torch.randn(2, 32, 8, 8)).shape
-        torch.Size([2, 10])
     """
 
     def __init__(self, image_size: int, channels: int, num_heads: int, out_channels: int) -> None:
@@ -303,10 +280,6 @@ class ZeroNullLabelEmbedding(LabelEmbedding):
     The label -1 ("no class") needs no learned vector, because the U-Net adds the embedding of a
     label to the output of `time_embed`, which has a learned bias. Without this vector, the
     state_dict has the same keys and shapes as published checkpoints.
-
-    Example:
-        >>> ZeroNullLabelEmbedding(10, width=4)(torch.tensor([-1])).vector.tolist()
-        [[0.0, 0.0, 0.0, 0.0]]
     """
 
     def __init__(self, num_classes: int, width: int) -> None:

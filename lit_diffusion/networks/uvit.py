@@ -45,11 +45,6 @@ class UViTBlock(nn.Module):
 
     With skip=True, the block first merges its input with the output of the corresponding block in
     the first half of the network.
-
-    Example:
-        >>> block = UViTBlock(width=32, num_heads=2, hidden=64, qkv_bias=True)
-        >>> block(torch.randn(2, 5, 32), mask=None).shape
-        torch.Size([2, 5, 32])
     """
 
     def __init__(
