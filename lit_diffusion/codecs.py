@@ -43,12 +43,6 @@ class PixelCodec:
 def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
     """Encode images with `codec.encode_for_training` if the codec has it, else with `codec.encode`.
 
-    Args:
-        codec: codec of the module.
-        images: uint8 (B, C, H, W).
-
-    Returns:
-        x0 (B, C', H', W') float32.
+    Images uint8 (B, C, H, W) become x0 (B, C', H', W') float32.
     """
-    x0: Tensor = getattr(codec, "encode_for_training", codec.encode)(images)
-    return x0
+    return getattr(codec, "encode_for_training", codec.encode)(images)

@@ -38,7 +38,7 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
     torch.distributed.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
-    return outcome[0]  # type: ignore[no-any-return]
+    return outcome[0]
 
 
 def all_gather_objects(value: T) -> list[T]:
@@ -51,17 +51,10 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the L2 norm over all entries of all tensors.
+    """Compute the L2 norm over all entries of all tensors, in their widest dtype, at least float32.
 
     If a tensor is a DTensor (FSDP2), the norm includes its entries on all ranks, and every rank
     must call this function. Without DTensors, the ranks do not communicate.
-
-    Args:
-        tensors: tensors of any shapes.
-
-    Returns:
-        The norm as a scalar tensor. The dtype is the widest dtype of the tensors, but at least
-        float32.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])

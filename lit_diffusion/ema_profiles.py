@@ -112,5 +112,4 @@ def _inner(t_a: Tensor, gamma_a: Tensor, t_b: Tensor, gamma_b: Tensor) -> Tensor
     """Compute the integral over time of the product of two profiles."""
     ratio = (t_a / t_b) ** torch.where(t_a < t_b, gamma_b, -gamma_a)
     scale = (gamma_a + gamma_b + 1) * torch.maximum(t_a, t_b)
-    product: Tensor = (gamma_a + 1) * (gamma_b + 1) * ratio / scale
-    return product
+    return (gamma_a + 1) * (gamma_b + 1) * ratio / scale

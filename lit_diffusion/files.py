@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
@@ -216,6 +217,12 @@ def check_regular(path: str | Path) -> Path:
         kind = _KINDS.get(stat.S_IFMT(mode), "special file")
         raise ValueError(f"{path} is not a regular file, but a {kind}; put the file itself there.")
     return Path(path)
+
+
+def sha256_of(path: str | Path) -> str:
+    """Return the SHA-256 of a regular file, 64 hex digits."""
+    with check_regular(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_option_values(options: Iterable[str]) -> None:

@@ -19,14 +19,10 @@ NATS_TO_BITS = 1 / math.log(2)
 
 
 def expand_as(value: Tensor, images: Tensor) -> Tensor:
-    """Convert a scale per image to a tensor that broadcasts against the images.
+    """Convert a scale per image to a tensor that broadcasts against the images (B, C, H, W).
 
-    Args:
-        value: (B,) or ().
-        images: (B, C, H, W).
-
-    Returns:
-        (B, 1, 1, 1) or (), in the dtype and on the device of `images`.
+    A value (B,) becomes (B, 1, 1, 1), and () becomes (1, 1, 1, 1), in the dtype and on the device
+    of `images`.
     """
     from_cpu = value.device.type == "cpu"  # a copy to the CPU must wait for the values
     value = value.to(device=images.device, dtype=images.dtype, non_blocking=from_cpu)
@@ -103,12 +99,9 @@ _tables_of: dict[int, dict[torch.device, Tensor]] = {}  # by id of the process, 
 
 
 def step_posterior(process: Process, t: Tensor, dtype: torch.dtype = torch.float64) -> Posterior:
-    """Look up the posteriors of a discrete process for steps from t to t - 1.
+    """Look up the posteriors of a process in T discrete steps, for the steps from t to t - 1.
 
-    Args:
-        process: a discrete process with T steps.
-        t: (B,) integers from 0 to T - 1, in any dtype.
-        dtype: dtype of the posteriors.
+    The times t (B,) are integers from 0 to T - 1, in any dtype.
     """
     steps = Posterior(*step_table(process, t.device)[:, t.long()].to(dtype))
     return steps._replace(last=steps.last != 0)

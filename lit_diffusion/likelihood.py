@@ -207,9 +207,9 @@ def flow_bits_per_dim(
         log_det = log_det + h / 6 * (div_1 + 2 * div_2 + 2 * div_3 + div_4)
     std = process.prior(torch.ones_like(y), noisiest) / alpha[-1]
     log_normal = -0.5 * ((y / std).square() + math.log(2 * math.pi)) - std.log()
-    log_prior: Tensor = log_normal.flatten(1).sum(1)
+    log_prior = log_normal.flatten(1).sum(1)
     dims = y[0].numel()
-    nats: Tensor = -(log_prior + log_det - dims * alpha[0].log())
+    nats = -(log_prior + log_det - dims * alpha[0].log())
     return nats / dims * NATS_TO_BITS
 
 

@@ -338,8 +338,7 @@ class UncertaintyLoss(nn.Module):
         """Compute u at the signal and noise scales. All have the shape (B,)."""
         c_noise = (sigma / alpha).log().clamp(-20, 20)[:, None] / 4  # finite at pure noise
         angles = 2 * math.pi * (self.frequencies * c_noise.to(self.frequencies.dtype) + self.phases)
-        u: Tensor = math.sqrt(2 / len(self.phases)) * angles.cos() @ self.log_variance
-        return u
+        return math.sqrt(2 / len(self.phases)) * angles.cos() @ self.log_variance
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,7 @@ from torch import Tensor, nn
 
 
 def check_positive(**values: float | None) -> None:
-    """Raise ValueError unless each value is None, or above 0 and finite.
-
-    Args:
-        values: values by name, which the error message contains.
-    """
+    """Raise ValueError unless each named value is None, or above 0 and finite."""
     for name, value in values.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be above 0 and finite, got {value}.")
@@ -129,8 +125,9 @@ def describe_condition(condition: Condition) -> str:
     """
     if isinstance(condition, tuple):
         return f"({', '.join(map(describe_condition, condition))})"
-    kind = type(condition).__name__
-    return f"{condition.dtype} {tuple(condition.shape)}" if isinstance(condition, Tensor) else kind
+    if isinstance(condition, Tensor):
+        return f"{condition.dtype} {tuple(condition.shape)}"
+    return type(condition).__name__
 
 
 Device: TypeAlias = torch.device | str | None

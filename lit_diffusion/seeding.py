@@ -146,16 +146,10 @@ def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
 
 
 def index_uniforms(index: Tensor) -> Tensor:
-    """Map sample indices to numbers u in [0, 1), so that consecutive indices cover [0, 1) evenly.
+    """Map indices (B,) int64 to u (B,) float64, so that consecutive indices cover [0, 1) evenly.
 
     The formula `u = frac(1/2 + index / golden_ratio)` is the additive recurrence with the lowest
     discrepancy. With this u, a validation set of any size covers all noise levels evenly.
-
-    Args:
-        index: (B,) int64 indices of samples.
-
-    Returns:
-        (B,) float64.
 
     Example:
         >>> index_uniforms(torch.arange(3)).round(decimals=3).tolist()

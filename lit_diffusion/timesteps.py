@@ -261,15 +261,9 @@ def check_shift(shift: float) -> None:
 
 
 def shift_times(t: Tensor, shift: float, process: Process) -> Tensor:
-    """Compute the times at which `sigma / alpha` is `shift` times as large as at t.
+    """Compute the times (N,) float64 at which `sigma / alpha` is `shift` times as large as at t.
 
-    Args:
-        t: (N,) float64 times.
-        shift: factor on the noise levels.
-        process: the forward process. The returned times are clamped to the range of its times.
-
-    Returns:
-        The times, (N,) float64.
+    The times are clamped to the range of the process.
     """
     alpha, sigma = process.alpha_sigma(t)
     shifted = process.at_log_snr(2 * (alpha / sigma / shift).log())

@@ -1,6 +1,5 @@
 """A teacher for representation alignment that is a pretrained vision transformer."""
 
-import hashlib
 import json
 from functools import cached_property
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lit_diffusion.files import check_regular, checked_read
+from lit_diffusion.files import checked_read, sha256_of
 from lit_diffusion.protocols import NoisedBatch, check_positive
 
 CONFIG, WEIGHTS, PREPROCESSING = "config.json", "model.safetensors", "preprocessor_config.json"
@@ -134,12 +133,10 @@ class PretrainedEncoder(nn.Module):
                 "image encoder there, as its save_pretrained and that of its image processor "
                 "write it."
             )
-        with check_regular(self.path / WEIGHTS).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
-        saved = bytes(self.sha256.tolist())
-        if any(saved) and saved != digest:
+        saved, sha256 = bytes(self.sha256.tolist()), sha256_of(self.path / WEIGHTS)
+        if any(saved) and saved.hex() != sha256:
             raise ValueError(
                 f"the run was trained with an encoder of SHA-256 {saved.hex()}, but "
-                f"{self.path / WEIGHTS} has {digest.hex()}; put the encoder of the run there."
+                f"{self.path / WEIGHTS} has {sha256}; put the encoder of the run there."
             )
-        self.sha256.copy_(torch.tensor([*digest], dtype=torch.uint8))
+        self.sha256.copy_(torch.tensor([*bytes.fromhex(sha256)], dtype=torch.uint8))

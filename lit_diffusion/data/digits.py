@@ -118,12 +118,7 @@ class DescribedDigits(Digits):
 
 
 def number_descriptions(images: Tensor, classes: Tensor) -> Tensor:
-    """Index of the description of each digit in `DESCRIPTIONS`, (N,) int64.
-
-    Args:
-        images: (N, 1, 8, 8) uint8.
-        classes: (N,) int64.
-    """
+    """Return the index (N,) in `DESCRIPTIONS` of each digit, an image uint8 (N, 1, 8, 8)."""
     ink, slant = (
         torch.bucketize(values, boundaries)
         for values, boundaries in zip(measure_ink_and_slant(images), _terciles(), strict=True)

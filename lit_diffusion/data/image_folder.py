@@ -123,13 +123,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
 
 
 def check_images(listing: Listing, requirements: Requirements, cache: Path, threads: int) -> None:
-    """Check every file, unless a marker in `cache` shows that all have passed before.
-
-    Args:
-        listing: files to check.
-        requirements: requirements on the files.
-        cache: folder in which a marker file is written if all files pass.
-        threads: number of threads that check files.
+    """Check every file, unless a marker in the folder `cache` shows that all have passed before.
 
     Raises:
         ValueError: if files fail. The message names the first ten.

@@ -130,8 +130,7 @@ class LatentIndex:
 @cache
 def _map_moments(path: str) -> Any:
     """Memory-mapped moments of a shard. A row is read when it is indexed."""
-    shard: Any = safe_open(check_regular(path), "pt")
-    return shard.get_slice("moments")
+    return safe_open(check_regular(path), "pt").get_slice("moments")
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,7 +130,7 @@ class StreamedDataset(CroppedImages):
             decoded = open_image(BytesIO(image)) if isinstance(image, bytes) else image
             decoded = to_pil_image(decoded) if isinstance(decoded, Tensor) else decoded
             fault = self.requirements.find_mismatch(decoded.mode, min(decoded.size))
-            converted: Image.Image = decoded.convert(self.mode)
+            converted = decoded.convert(self.mode)
         except Exception as error:  # Pillow's decoders raise anything on broken data
             raise OSError(f"{name} cannot be read ({error}).") from error
         if fault is not None:
@@ -311,10 +311,8 @@ def find_unsafe(
 ) -> str | None:
     """Return a phrase that says why reading a set is unsafe; None if its samples are plain data.
 
-    Args:
-        formats: litdata formats of the values in a sample, from the index.
-        spec: tree of the containers in a sample, from the index.
-        filenames: file names of the chunks, from the index.
+    The arguments are entries of the index: the litdata formats of the values in a sample, the tree
+    of its containers, and the names of the chunk files.
     """
     for name in formats:
         if not PLAIN_FORMATS.fullmatch(name):

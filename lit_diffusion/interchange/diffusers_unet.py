@@ -139,12 +139,7 @@ def from_config(config: Mapping[str, Any]) -> Json:
 
 
 def to_diffusers(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Convert weights of our UNet to weights of UNet2DModel.
-
-    Args:
-        state: weights of our UNet, by name.
-        arguments: arguments of our UNet.
-    """
+    """Convert weights and arguments of our UNet to weights of UNet2DModel."""
     args = _with_defaults(arguments)
     converted: dict[str, Tensor] = {}
     for name, value in state.items():
@@ -168,16 +163,9 @@ def to_diffusers(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> d
 def from_diffusers(
     state: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> tuple[Json, dict[str, Tensor]]:
-    """Convert weights of UNet2DModel to arguments and weights of our UNet.
+    """Convert weights and arguments of UNet2DModel to arguments and weights of our UNet.
 
     A last row of zeros in the class embedding is assumed to mean "no class" and is dropped.
-
-    Args:
-        state: weights of UNet2DModel, by name.
-        config: arguments of UNet2DModel.
-
-    Returns:
-        The arguments and the weights of our UNet.
 
     Raises:
         KeyError: if an argument or a weight of UNet2DModel is missing.

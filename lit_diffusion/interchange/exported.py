@@ -26,6 +26,7 @@ from lit_diffusion.files import (
     check_archive,
     check_regular,
     checked_read,
+    sha256_of,
 )
 from lit_diffusion.networks.conditions import Classes, Tokens, Vectors, WordIds
 from lit_diffusion.networks.dit import DiT
@@ -94,11 +95,7 @@ def _convert(value: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
 
 
 def module_record(spec: Mapping[str, Any]) -> Json:
-    """Return the entries of a record that describe a module.
-
-    Args:
-        spec: "class_path" and "init_args" of the module.
-    """
+    """Return the entries of a record that describe a module, from its class_path and init_args."""
     arguments = spec["init_args"]
     others = {name: value for name, value in arguments.items() if name not in _TOP_LEVEL}
     top_level = {name: arguments[name] for name in _TOP_LEVEL if name in arguments}
@@ -119,21 +116,17 @@ def read_as_checkpoint(folder: str | Path) -> tuple[Json, str]:
     """
     record, state = read_exported(folder)
     module = record.get("module")
-    is_spec = isinstance(module, dict) and isinstance(module.get("init_args"), dict)
-    if not isinstance(module, dict) or not is_spec:
+    if not (isinstance(module, dict) and isinstance(module.get("init_args"), dict)):
         raise ValueError(
             f"{folder} holds a network alone, without process and solver, because it was imported, "
             "or exported by version 0.1; use load_network or `fit --init_weights`, or export it "
             "again."
         )
     arguments = {name: record[name] for name in _TOP_LEVEL if name in record}
+    arguments = {**module["init_args"], **arguments, "_class_path": module.get("class_path")}
     entries = {
         "state_dict": {f"network.{name}": value for name, value in state.items()},
-        "hyper_parameters": {
-            **module["init_args"],
-            **arguments,
-            "_class_path": module.get("class_path"),
-        },
+        "hyper_parameters": arguments,
         "global_step": record.get("step", 0),
     }
     entries |= {name: record[name] for name in ("codec", "class_names", "data") if name in record}
@@ -173,10 +166,8 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
         is_spec = isinstance(network, dict) and isinstance(network.get("init_args"), dict)
         if not is_spec or not isinstance(record.get("weights", ""), str):
             raise ValueError("it has values of other types")
-    path = check_regular(folder / WEIGHTS)
-    with path.open("rb") as weights:
-        sha256 = hashlib.file_digest(weights, "sha256").hexdigest()
-    if sha256 != expected:
+    path = folder / WEIGHTS
+    if (sha256 := sha256_of(path)) != expected:
         raise ValueError(
             f"{path} has SHA-256 {sha256}, but {RECORD} says {expected}: the files are from "
             "different exports or damaged; export again."
@@ -286,12 +277,7 @@ def check_state_dict(
     """Raise ValueError unless a network with these arguments can load the weights in `state`.
 
     To compare names and shapes, the network is built on the meta device, which allocates no memory.
-
-    Args:
-        network_class: class of the network.
-        arguments: arguments of the network.
-        state: weights by name.
-        source: name of the file with the weights, for error messages.
+    Error messages begin with `source`, the name of the file with the weights.
     """
     name = network_class.__name__
     try:

@@ -84,9 +84,7 @@ def model_config(spec: Json) -> Json:
     The returned config contains all arguments of the network, even arguments with default values,
     so that it overrides every argument of the network in the config to which it is added. It also
     contains the number of classes, and the image shape if the network supports only one image size.
-
-    Args:
-        spec: the result of `convert`.
+    The argument `spec` is the result of `convert`.
     """
     network_class, arguments = NETWORKS[spec["class_path"]], spec["init_args"]
     is_classifier = network_class is EncoderUNet
@@ -145,9 +143,6 @@ def infer(
         overrides: arguments of the network that cannot be inferred, or that replace inferred
             arguments.
         source: name of the published file, for error messages.
-
-    Returns:
-        The class and the arguments of the network.
 
     Raises:
         ValueError: if the weights do not have the format of `kind`, or if an argument is missing or

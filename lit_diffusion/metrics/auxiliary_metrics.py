@@ -232,16 +232,10 @@ def _cached_features(scorer: Scorer, real: ImageSet, max_images: int, cache: Pat
 
 
 def _precision_and_recall(samples: Tensor, real: Tensor, prefix: str) -> dict[str, float]:
-    """Compute precision and recall with k = 3 neighbors.
+    """Compute precision and recall with k = 3 neighbors from features (N, F) and (M, F).
 
-    Args:
-        samples: features (N, F) of samples.
-        real: features (M, F) of real images.
-        prefix: prefix of the metrics' names.
-
-    Returns:
-        The two metrics by name. The dictionary is empty if there are fewer than `MIN_IMAGES`
-        samples or real images, or if a feature of a sample is not finite.
+    The names of the metrics begin with `prefix`. The dictionary is empty if there are fewer than
+    `MIN_IMAGES` samples or real images, or if a feature of a sample is not finite.
 
     Source: Kynkaanniemi et al. 2019, "Improved Precision and Recall Metric for Assessing Generative
     Models"; computed by torch-fidelity.

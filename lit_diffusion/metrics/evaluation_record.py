@@ -219,8 +219,7 @@ def count_training_images(trainer: Trainer) -> int | None:
 
 def _batches_done(trainer: Trainer) -> int:
     """Return the number of training batches on this process, including batches before a resume."""
-    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    return int(total.processed)
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
 
 class EvaluationClock:

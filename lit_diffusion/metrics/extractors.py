@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-from lit_diffusion.files import atomic_write, check_regular, checked_read
+from lit_diffusion.files import atomic_write, check_regular, checked_read, sha256_of
 from lit_diffusion.metrics.small_classifier import SmallClassifier, load_small_classifier
 from lit_diffusion.metrics.vision_transformers import CLIP, DINOv2
 from lit_diffusion.metrics.weight_files import INCEPTION, WEIGHT_FILES, require_sha256
@@ -116,8 +116,7 @@ class InceptionV3Compat:
         """Build a module that maps images uint8 (N, 3, H, W) to features (N, 2048)."""
         path = WEIGHT_FILES[INCEPTION].check(self.weights_path, self.sha256)
         state = torch.load(check_regular(path), map_location="cpu", weights_only=True)
-        inception: nn.Module = _Inception(state).eval()
-        return inception
+        return _Inception(state).eval()
 
 
 class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
@@ -133,8 +132,7 @@ class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
         super().__init__(InceptionV3Compat.name, ["2048"], feature_extractor_weights_path=file)
 
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = super().forward(images)[0]
-        return features
+        return super().forward(images)[0]
 
     def logits(self, features: Tensor) -> Tensor:
         """Compute logits (N, 1008) without bias, for the inception score."""
@@ -232,7 +230,7 @@ class TrainedCNN(_SmallCNN):
                 f"--out {path}; or train without FID: --trainer.callbacks.FIDEvaluation=null."
             )
         with checked_read(self.path, "file of `train-extractor`"):
-            self.sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
+            self.sha256 = sha256_of(self.path)
             with safe_open(self.path, "pt") as file:
                 self.record = dict(json.loads(file.metadata()["extractor"]))
             self.name = f"{self.record['name']}-{self.sha256[:8]}"

@@ -64,7 +64,7 @@ class FrechetDistance(FrechetInceptionDistance):
         # S_1 S_2 has the same eigenvalues as S_1^(1/2) S_2 S_1^(1/2), which is symmetric.
         trace_sqrt = torch.linalg.eigvalsh(sqrt_1 @ cov_2 @ sqrt_1).clamp(min=0).sqrt().sum()
         mean_distance = (mean_1 - mean_2).square().sum()
-        distance: Tensor = mean_distance + cov_1.trace() + cov_2.trace() - 2 * trace_sqrt
+        distance = mean_distance + cov_1.trace() + cov_2.trace() - 2 * trace_sqrt
         return distance.clamp(min=0)
 
     def _moments(self, kind: str) -> tuple[Tensor, Tensor]:

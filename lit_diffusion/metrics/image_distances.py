@@ -27,8 +27,7 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
     values = peak_signal_noise_ratio(
         a.double(), b.double(), data_range=255.0, reduction="none", dim=dims
     )
-    clamped: Tensor = values.nan_to_num(posinf=MAX_PSNR).clamp(max=MAX_PSNR)
-    return clamped
+    return values.nan_to_num(posinf=MAX_PSNR).clamp(max=MAX_PSNR)
 
 
 def pairwise_psnr(a: Tensor, b: Tensor) -> Tensor:
@@ -47,8 +46,7 @@ def pairwise_psnr(a: Tensor, b: Tensor) -> Tensor:
         [100.0, 100.0, 100.0]
     """
     distance = torch.cdist(a.flatten(1).double(), b.flatten(1).double())
-    values: Tensor = 20 * (255 * a[0].numel() ** 0.5 / distance).log10()
-    return values.clamp(max=MAX_PSNR)
+    return (20 * (255 * a[0].numel() ** 0.5 / distance).log10()).clamp(max=MAX_PSNR)
 
 
 def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:

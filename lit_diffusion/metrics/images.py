@@ -34,9 +34,7 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
 
     Args:
         batch: batch of any data loader.
-        key: where the images are: an index, a dictionary key, or a function of the batch. None
-            selects the whole batch if the batch is a tensor, the first item if it is a tuple or
-            list, and the only 4-dimensional tensor if it is a dictionary.
+        key: where the images are, as in `BatchKey`.
         ndim: required number of dimensions; None allows any number.
 
     Raises:
@@ -68,8 +66,7 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
 
     Args:
         batch: batch of any data loader.
-        key: where the images are: an index, a dictionary key, or a function of the batch. None has
-            the same meaning as in `select_images`.
+        key: where the images are, as in `BatchKey`.
 
     Raises:
         TypeError: if there are no images, or if the range of their values is not clear. The message
@@ -114,7 +111,7 @@ def _default_key(batch: Any) -> BatchKey:
             f"it is not clear which of {sorted(map(str, batch))} in a batch are the images; pass "
             'the key, for example images="image".'
         )
-    return keys[0]  # type: ignore[no-any-return]
+    return keys[0]
 
 
 def _describe(value: Any) -> str:
@@ -272,11 +269,9 @@ class ImageSet:
 
 
 def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
-    """Convert images to an `ImageSet`.
+    """Convert a uint8 tensor (N, C, H, W), or the path of a folder or .npz file, to an `ImageSet`.
 
-    Args:
-        source: a uint8 tensor (N, C, H, W), the path of a folder or .npz file, or an `ImageSet`.
-        name: name of the image set if `source` is a tensor.
+    `name` is the name of the image set if the source is a tensor.
     """
     if isinstance(source, ImageSet):
         return source

@@ -88,8 +88,7 @@ class Scorer:
         """Extract features (N, num_features) of images uint8 (N, C, H, W), without autocast."""
         with torch.autocast(self.device.type, enabled=False):
             matched = match_channels(images.to(self.device), self.protocol.channels)
-            features: Tensor = self.extractor(matched)
-        return features
+            return self.extractor(matched)
 
     def features_of_share(self, images: ImageSet, index: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Extract the features of this process's share of the images at `index`.
@@ -238,8 +237,7 @@ def _rows_of_share(index: Iterable[int]) -> list[int]:
 def shuffled_range(size: int, number: int) -> list[int]:
     """Permute 0, ..., size - 1 at random. `number` is the random seed."""
     generator = torch.Generator().manual_seed(fold("floor images", number))
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
-    return order
+    return torch.randperm(size, generator=generator).tolist()
 
 
 def draw_by_labels(
@@ -248,16 +246,13 @@ def draw_by_labels(
     """Draw `size` images from a pool at random, as far as possible with the `wanted` labels.
 
     If the pool has too few images with a label, the function draws images with other labels
-    instead.
+    instead. The result is a list of indices into the pool.
 
     Args:
         labels: labels of the images in the pool.
         wanted: for each label, the number of images to draw with it.
         size: number of images to draw.
         number: random seed of the draw.
-
-    Returns:
-        Indices into the pool.
 
     Example:
         >>> sorted(draw_by_labels([0, 0, 1, 1], wanted={1: 2}, size=2, number=0))

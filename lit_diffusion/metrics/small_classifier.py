@@ -12,7 +12,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,6 +24,9 @@ from torch import Tensor, nn
 from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.images import ImageSet
 from lit_diffusion.seeding import fold
+
+MAX_NOISE = 0.2
+"""Maximum standard deviation of the noise that the network learns to detect, for x in [-1, 1]."""
 
 LabelledBatch: TypeAlias = tuple[Tensor, Tensor]
 """Images (N, C, H, W) float32 in [-1, 1], and classes (N,) int64."""
@@ -82,13 +84,11 @@ class SmallClassifier(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """Map images float (N, C, H, W) in [-1, 1] to features (N, num_features)."""
-        maps: Tensor = self.stages(x)  # (N, num_features, h, w)
-        return maps.mean(dim=(2, 3))
+        return self.stages(x).mean(dim=(2, 3))
 
     def logits(self, features: Tensor) -> Tensor:
         """Map features (N, num_features) to logits (N, num_classes)."""
-        logits: Tensor = self.head(features)
-        return logits
+        return self.head(features)
 
 
 def load_small_classifier(
@@ -169,9 +169,8 @@ def train_extractor(
         levels = int(first_batch.flatten().int().bincount().count_nonzero())
         gray_step = 2 / max(1, levels - 1)  # mean distance between gray levels in [-1, 1]
         dither = min(max(gray_step, 4 / 128), 0.2)
-        task = ExtractorTask(steps, noise=0.2, dither=dither, by_class=bool(classes))
         batches = _jittered_batches(images, steps * batch_size, batch_size, classes, generator)
-        fit(network.to(device), batches, task, generator, log)
+        fit(network.to(device), batches, steps, dither, bool(classes), generator, log)
         record = {
             "name": path.stem,
             "size": size,
@@ -214,48 +213,40 @@ def stage_widths(side: int) -> tuple[int, ...]:
     return (24, 48, *[64] * pools)[: pools + 1]
 
 
-@dataclass(frozen=True)
-class ExtractorTask:
-    """Settings for the training of an extractor on images in [-1, 1].
-
-    `dither` is weak noise that is added to all images. It makes the network ignore invisible
-    differences, such as the spacing of gray levels in data with few levels.
-    """
-
-    steps: int  # number of optimizer steps
-    noise: float  # maximum standard deviation of the noise that the network learns to detect
-    dither: float  # maximum standard deviation of the noise that is added to all images
-    by_class: bool = True  # whether to learn classes, instead of matching views of the same image
-
-
 def fit(
     network: SmallClassifier,
     batches: Iterable[LabelledBatch],
-    task: ExtractorTask,
+    steps: int,
+    dither: float,
+    by_class: bool,
     generator: torch.Generator,
     log: Callable[[str], Any],
-) -> SmallClassifier:
-    """Train with AdamW and a one-cycle learning rate, and return the network in eval mode.
+) -> None:
+    """Train with AdamW and a one-cycle learning rate, and leave the network in eval mode.
 
     Args:
         network: the network to train.
-        batches: clean images in [-1, 1] and their classes.
-        task: settings of the training.
+        batches: clean images and their classes, one batch for each step.
+        steps: number of optimizer steps.
+        dither: maximum standard deviation of weak noise that is added to all images. It makes the
+            network ignore invisible differences, such as the spacing of gray levels in data with
+            few levels.
+        by_class: whether to learn classes, instead of matching views of the same image.
         generator: source of random numbers.
         log: function that is called with a line of progress about every ten seconds.
     """
     device, width = network.head.weight.device, network.num_features
     quality_head = nn.Linear(width, 3)
     projection_head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64))
-    heads = [quality_head] if task.by_class else [quality_head, projection_head]
+    heads = [quality_head] if by_class else [quality_head, projection_head]
     parameters = [p for part in (network, *heads) for p in part.to(device).parameters()]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, task.steps)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, steps)
     start = last_line = time.monotonic()
     for step, (clean, classes) in enumerate(batches, 1):
-        x, kind = (part.to(device) for part in corrupt(clean, task, generator))
+        x, kind = (part.to(device) for part in corrupt(clean, dither, generator))
         features = network.features(x)
-        if task.by_class:
+        if by_class:
             labels, logits = classes.to(device)[kind == 0], network.head(features[kind == 0])
             content_loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
         else:
@@ -268,9 +259,9 @@ def fit(
         schedule.step()
         if time.monotonic() - last_line > 10:
             last_line = time.monotonic()
-            seconds_left = (last_line - start) / step * (task.steps - step)
-            log(f"step {step} of {task.steps}, loss {loss.item():.3f}, {seconds_left:.0f} s left")
-    return network.eval()
+            seconds_left = (last_line - start) / step * (steps - step)
+            log(f"step {step} of {steps}, loss {loss.item():.3f}, {seconds_left:.0f} s left")
+    network.eval()
 
 
 def contrastive_loss(a: Tensor, b: Tensor, temperature: float = 0.2) -> Tensor:
@@ -296,20 +287,20 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
     return F.grid_sample(x + 1, grid, align_corners=False) - 1  # pads with black, -1
 
 
-def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
+def corrupt(x: Tensor, dither: float, generator: torch.Generator) -> LabelledBatch:
     """Blur a third of the images, and add noise to another third, to train the quality head.
 
-    First, the function adds weak noise (dither) to all images. The strengths of dither, blur and
-    noise are random.
+    First, the function adds weak noise to all images, of a standard deviation up to `dither`. The
+    strengths of dither, blur and noise are random.
 
     Returns:
         The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 is blurred, 2 is noisy.
     """
     kind = torch.arange(len(x)) % 3
-    dither, strength = torch.rand(2, len(x), 1, 1, 1, generator=generator)
-    x = x + task.dither * dither * torch.randn(x.shape, generator=generator)
+    share, strength = torch.rand(2, len(x), 1, 1, 1, generator=generator)
+    x = x + dither * share * torch.randn(x.shape, generator=generator)
     strength = 0.6 + 0.4 * strength
     blurred = x.lerp(F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False), strength)
-    noisy = x + task.noise * strength * torch.randn(x.shape, generator=generator)
+    noisy = x + MAX_NOISE * strength * torch.randn(x.shape, generator=generator)
     stacked = torch.stack([x, blurred, noisy])
     return stacked[kind, torch.arange(len(x))].clamp(-1, 1), kind

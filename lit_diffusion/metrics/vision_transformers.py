@@ -93,8 +93,7 @@ class _DINOv2(FeatureExtractorDinoV2):  # type: ignore[misc]
         self.requires_grad_(False).eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = super().forward(_resize(images))[0]
-        return features
+        return super().forward(_resize(images))[0]
 
 
 @torch.no_grad()
@@ -206,8 +205,7 @@ class _CLIP(FeatureExtractorCLIP):  # type: ignore[misc]
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = super().forward(_resize(images))[0]
-        return features
+        return super().forward(_resize(images))[0]
 
 
 def _resize(images: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """Published weights of feature extractors: how to download them, and where extractors find them."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
@@ -9,7 +8,7 @@ import torch
 from torch_fidelity.feature_extractor_clip import MODEL_METADATA, MODEL_URLS
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
-from lit_diffusion.files import check_regular
+from lit_diffusion.files import sha256_of
 
 INCEPTION, DINOV2, CLIP = "inception-v3-compat", "dinov2-vit-l-14", "clip-vit-b-32"
 CLIP_SHA256: str = MODEL_METADATA[CLIP]["hash"]
@@ -120,12 +119,9 @@ def fetch_weights(
 
 
 def require_sha256(path: Path, sha256: str, remedy: str) -> None:
-    """Raise an error unless the file `path` exists and has the expected SHA-256.
+    """Raise an error unless the file `path` exists and has this SHA-256, of 64 hex digits.
 
-    Args:
-        path: the file.
-        sha256: expected SHA-256, 64 hex digits.
-        remedy: advice to the user, with which the error message ends.
+    The error message ends with `remedy`, advice to the user.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -133,9 +129,7 @@ def require_sha256(path: Path, sha256: str, remedy: str) -> None:
     """
     if not path.exists():
         raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
-    with check_regular(path).open("rb") as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    if actual != sha256:
+    if (actual := sha256_of(path)) != sha256:
         raise ValueError(
             f"{path} has SHA-256 {actual}, expected {sha256}: the download is broken, or the file "
             f"contains different weights. Delete it. {remedy}"

@@ -20,18 +20,14 @@ from lit_diffusion.protocols import (
     Parameterization,
     Process,
     Solver,
+    describe_condition,
 )
 from lit_diffusion.solvers import DDPM
 from lit_diffusion.solvers.steps import solver_times
 
 
 def check_channels(network: nn.Module, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the network has an `in_channels` different from the channels of x0.
-
-    Args:
-        network: the network.
-        image_shape: (C, H, W) of x0.
-    """
+    """Raise ValueError if the network has other `in_channels` than x0, of shape (C, H, W)."""
     in_channels = getattr(network, "in_channels", image_shape[0])
     if in_channels != image_shape[0]:
         raise ValueError(
@@ -176,12 +172,9 @@ def check_data(
 ) -> None:
     """Raise ValueError if module and data module differ in image shape, VAE or number of classes.
 
-    Args:
-        data: a data module. The function checks only attributes that the data module has.
-        codec: codec of the module.
-        image_shape: (C, H, W) of x0 in the module.
-        num_classes: number of classes of the module. None means that the module does not use
-            labels, so the data may have any number of classes.
+    The function checks only attributes that the data module has. The shape of x0 in the module is
+    `image_shape`. If `num_classes` is None, the module does not use labels, so the data may have
+    any number of classes.
     """
     if (vae_sha256 := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
         raise ValueError(
@@ -236,45 +229,32 @@ def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
 def check_batch(batch: object, takes_condition: bool) -> None:
     """Raise ValueError unless a batch is a tuple (images, labels or other condition, index).
 
-    Args:
-        batch: a batch of the data.
-        takes_condition: whether the module takes a condition. If not, the second item of the batch
-            must be integer labels, which the module ignores.
+    If the module takes no condition, the second item must be integer labels, which it ignores.
     """
     if not (isinstance(batch, tuple | list) and len(batch) == 3):
-        is_whole = isinstance(batch, Mapping | Tensor)
-        parts = [batch] if is_whole or not isinstance(batch, Sequence) else batch
+        parts: Sequence[Any] = batch if isinstance(batch, Sequence) else [batch]
+        got = ", ".join(map(describe_condition, parts))
         raise ValueError(
             "batches must be (images uint8 (B, C, H, W), labels (B,) or another condition, index "
-            f"(B,) of each image in its data set), got ({', '.join(map(_describe, parts))}); write "
-            "a data set or collate_fn that returns such batches."
+            f"(B,) of each image in its data set), got ({got}); write a data set or collate_fn "
+            "that returns such batches."
         )
     _, labels, index = batch
     if not isinstance(index, Tensor) or index.ndim != 1 or index.is_floating_point():
         raise ValueError(
             "the third part of a batch must be the index (B,) int64 of each image in its data set, "
-            f"which seeds the noise of validation, got {_describe(index)}."
+            f"which seeds the noise of validation, got {describe_condition(index)}."
         )
     are_labels = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
     if not takes_condition and not are_labels:
         raise ValueError(
-            f"the batches have a condition, {_describe(labels)}, but this module takes none: pass "
-            "conditioning=... to the module, or use batches with labels of -1."
+            f"the batches have a condition, {describe_condition(labels)}, but this module takes "
+            "none: pass conditioning=... to the module, or use batches with labels of -1."
         )
 
 
-def _describe(value: object) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-
-
 def unused_classes(data: object) -> str | None:
-    """Return a hint that an unconditional model ignores the data's classes; None without classes.
-
-    Args:
-        data: a data module.
-    """
+    """Return a hint that an unconditional model ignores the classes of a data module, if any."""
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
@@ -290,9 +270,6 @@ class FiniteDenoise:
 
     The recorded times stay on the device, so recording does not slow sampling down. The function
     tests the estimate of x0 before the solver clamps it, because clamping would hide an infinity.
-
-    Args:
-        denoise: the function to wrap.
     """
 
     def __init__(self, denoise: Denoise) -> None:
@@ -308,12 +285,10 @@ class FiniteDenoise:
         return denoised
 
     def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
-        """Raise NonFiniteSamples if a sample, or an intermediate estimate of x0, is not finite.
+        """Raise NonFiniteSamples if a sample x0 (B, ...), or an earlier estimate, is not finite.
 
-        Args:
-            x0: (B, ...) the finished samples.
-            seeds: seeds of the samples.
-            step: number of completed optimizer steps, for the error message; None if unknown.
+        The error message contains `step`, the number of completed optimizer steps, unless it is
+        None.
         """
         assert self._failed_at is not None
         bad = ~self._failed_at.isnan() | ~x0.isfinite().flatten(1).all(1)

@@ -127,13 +127,9 @@ class NoisyClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and the learning-rate schedule."""
-        configured: OptimizerLRScheduler = optimizer_and_schedule(
-            self,
-            self._make_optimizer,
-            self._make_lr_scheduler,
-            lambda: total_steps(self.trainer),
+        return optimizer_and_schedule(
+            self, self._make_optimizer, self._make_lr_scheduler, lambda: total_steps(self.trainer)
         )
-        return configured
 
     def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """Compute logits (B, num_classes) of `x_t = alpha * x0 + sigma * noise` at times t (B,)."""
@@ -160,5 +156,4 @@ class NoisyClassifier(LightningModule):
     def _logits_of(self, x_t: Tensor, t: Tensor) -> Tensor:
         scale = expand_as(torch.hypot(*self.process.alpha_sigma(t)), x_t)
         noise_label = self.process.noise_label(t).float()
-        logits: Tensor = self.network((x_t / scale).to(self.dtype), noise_label)
-        return logits.float()
+        return self.network((x_t / scale).to(self.dtype), noise_label).float()

@@ -49,11 +49,7 @@ def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = Fals
     changes, and would use this graph from then on. The exact result of a step would then depend on
     the sizes of earlier batches, so a resumed fit could differ from an uninterrupted fit.
 
-    Args:
-        network: the network.
-        mode: mode of `torch.compile`.
-        by_block: whether to compile each block of the network separately. The blocks are defined by
-            `sharding.network_blocks`.
+    With `by_block`, each of the blocks from `sharding.network_blocks` is compiled separately.
 
     Example:
         >>> network = nn.Linear(2, 2)
@@ -84,7 +80,7 @@ def run_compiled(
     if not network.training and len(x) > 1:
         for inputs in (x, noise_label, condition):
             by_part(lambda part: torch._dynamo.mark_dynamic(part, 0), inputs)
-    output: Tensor = network(x, noise_label, condition)
+    output = network(x, noise_label, condition)
     # A CUDA graph writes each output into the same memory, but solvers need the outputs of earlier
     # steps, and a loss or a callback may need them for longer.
     return output if mode == "default" else output.clone()

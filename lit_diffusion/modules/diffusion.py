@@ -264,9 +264,8 @@ class DiffusionModule(LightningModule):
             refuse_strategy(trainer, type(self).__name__)
         if trainer is None or not isinstance(trainer.strategy, ModelParallelStrategy):
             return
-        others = [name for name, p in self.named_parameters() if p.requires_grad]
-        others = [name for name in others if not name.startswith("network.")]
-        if others:
+        trained = [name for name, p in self.named_parameters() if p.requires_grad]
+        if others := [name for name in trained if not name.startswith("network.")]:
             raise ValueError(
                 f"{others[0]} is not part of the network, and only weights of the network can be "
                 "sharded."
@@ -360,8 +359,7 @@ class DiffusionModule(LightningModule):
         inputs = (weight.to(error.dtype) * error, prediction, self.process, self.parameterization)
         if self._compile_mode is None or not self.training:
             return self.loss.per_sample(*inputs)
-        losses: Tensor = compiled.run_compiled_loss(self.loss, *inputs)
-        return losses
+        return compiled.run_compiled_loss(self.loss, *inputs)
 
     def network_inputs(
         self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition
@@ -389,7 +387,7 @@ class DiffusionModule(LightningModule):
         inputs = self.network_inputs(x_t, t, alpha, sigma, condition)
         x = inputs[0]
         if self._compile_mode is None:
-            output: Tensor = self.network(*inputs)
+            output = self.network(*inputs)
         else:
             output = compiled.run_compiled(self.network, self._compile_mode, *inputs)
         expected = (len(x), self.loss.output_factor * x.shape[1], *x.shape[2:])
@@ -415,13 +413,9 @@ class DiffusionModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer and the learning-rate schedule."""
-        configured: OptimizerLRScheduler = optimizer_and_schedule(
-            self,
-            self._make_optimizer,
-            self._make_lr_scheduler,
-            lambda: total_steps(self.trainer),
+        return optimizer_and_schedule(
+            self, self._make_optimizer, self._make_lr_scheduler, lambda: total_steps(self.trainer)
         )
-        return configured
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the checksum of the codec's weights, because a checkpoint does not contain them."""

@@ -216,8 +216,7 @@ class MeanFlow(DiffusionModule):
         label = self.process.noise_label(times)
         x = x_t.to(self.dtype).contiguous(memory_format=self.memory_format)
         label = label.to(torch.promote_types(x_t.dtype, torch.float32))
-        output: Tensor = self.network.forward(x, label, condition)
-        return output.to(x_t.dtype)
+        return self.network.forward(x, label, condition).to(x_t.dtype)
 
     def _run_network(
         self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition

@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -22,18 +23,18 @@ def optimizer_and_schedule(
     make_optimizer: Callable[[Iterable[Parameter]], Optimizer],
     make_schedule: Callable[[Optimizer], Any] | None,
     total_steps: Callable[[], int | None],
-) -> Any:
+) -> OptimizerLRScheduler:
     """Create optimizer and learning-rate schedule, in the form of Lightning's configure_optimizers.
 
-    Lightning steps the schedule once per optimizer step.
+    The optimizer trains the parameters of the module that require a gradient. A `MuonAdamW` is
+    attached to the module. After each step of the optimizer, networks with a method
+    `normalize_weights` normalize their weights. Lightning steps the schedule once per optimizer
+    step. With `make_schedule=None`, the learning rate is constant.
 
     Args:
-        module: module to train. Parameters that do not require a gradient are not trained.
-        make_optimizer: function that creates the optimizer from the parameters. A `MuonAdamW` is
-            attached to the module. After each step of the optimizer, networks with a method
-            `normalize_weights` normalize their weights.
-        make_schedule: function that creates the schedule from the optimizer; None keeps the
-            learning rate constant.
+        module: module to train.
+        make_optimizer: function that creates the optimizer from the parameters.
+        make_schedule: function that creates the schedule from the optimizer, or None.
         total_steps: function that returns the number of optimizer steps of the whole run, or None
             if the run is unlimited. It is called only if the schedule needs this number but was
             created without it.

@@ -1,6 +1,5 @@
 """A codec that maps images to the latents of a pretrained variational autoencoder (VAE)."""
 
-import hashlib
 import json
 from functools import cached_property
 from importlib.util import find_spec
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lit_diffusion.files import check_regular, checked_read
+from lit_diffusion.files import check_regular, checked_read, sha256_of
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -107,8 +106,7 @@ class VAECodec:
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the weights."""
-        with check_regular(self.folder / WEIGHTS).open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(self.folder / WEIGHTS)
 
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
         """Return the shape (C, H, W) of x0 for images of shape (C, H, W)."""

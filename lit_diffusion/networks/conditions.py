@@ -206,8 +206,7 @@ def embed_condition(
             f"{network} takes {embed.expects} with B={len(x)}, got "
             f"{describe_condition(condition)}: change it, or build a network with condition=..."
         )
-    embedded: EmbeddedCondition = embed(condition)
-    return embedded
+    return embed(condition)
 
 
 def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor, Tensor | None]:

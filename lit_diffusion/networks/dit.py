@@ -11,8 +11,6 @@ block has an eps of 1e-5. In this network, the frequencies are `10000**(-k / 128
 Source: Peebles & Xie 2022, "Scalable Diffusion Models with Transformers" (arXiv 2212.09748).
 """
 
-from typing import cast
-
 from torch import Tensor, nn
 
 from lit_diffusion.networks.conditions import (
@@ -64,7 +62,7 @@ class DiTBlock(nn.Module):
         parts = self.adaLN_modulation(c)[:, None].chunk(6, dim=2)  # (B, 1, D) each
         shift1, scale1, gate1, shift2, scale2, gate2 = parts
         x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1), mask)  # (B, N, D)
-        return cast(Tensor, x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2)))
+        return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
 
 class DiT(nn.Module):

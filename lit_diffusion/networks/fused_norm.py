@@ -15,7 +15,6 @@ contiguous format. There are two implementations:
 """
 
 from functools import cache
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +65,7 @@ def group_norm_silu(
         # The kernels expect a row per image, and a stride of 1 between channels of weight and bias.
         rows = (t if t is None else t.expand(x.shape[:2]) for t in (scale, shift, offset))
         affine = (weight.contiguous(), bias.contiguous())
-        return cast(Tensor, GroupNormSiLU.apply(x, *affine, *rows, num_groups, eps, silu))
+        return GroupNormSiLU.apply(x, *affine, *rows, num_groups, eps, silu)
     return separate_group_norm_silu(*arguments)
 
 

@@ -18,7 +18,7 @@ Shapes: x (N, C, P) in either format; mean and rstd (N, G) float32 of G groups.
 
 import math
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import triton
@@ -41,7 +41,7 @@ class GroupNormSiLU(torch.autograd.Function):
         y, mean, rstd = torch.ops.lit_diffusion.group_norm_silu.default(x, *arguments)
         ctx.save_for_backward(x, *arguments[:5], mean, rstd)
         ctx.options = arguments[5:]
-        return cast(Tensor, y)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,8 +18,6 @@ Source: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise" 
 section 4; Su et al. 2021 (RoPE), Eq. 34; Shazeer 2020 (SwiGLU), Eq. 6; Henry et al. 2020 (QK-norm).
 """
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -64,8 +62,7 @@ def rope_cos_sin(
     Args:
         side: number of patches in a row and in a column.
         head_dim: features of a head, divisible by 4.
-        num_extra: number of tokens after the patches. They have no position, so RoPE does not
-            rotate them.
+        num_extra: number of tokens after the patches, which RoPE does not rotate.
         device: device of the result.
 
     Returns:
@@ -79,15 +76,10 @@ def rope_cos_sin(
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate each pair of features (k, k + head_dim / 2), computing in the dtype of the cosines.
+    """Rotate each pair of features (k, k + head_dim / 2) of queries or keys x (..., head_dim).
 
-    Args:
-        x: (..., head_dim) queries or keys.
-        cos_sin: result of `rope_cos_sin`, reshaped to (2, ..., head_dim / 2) so that it broadcasts
-            against x.
-
-    Returns:
-        (..., head_dim) in the dtype of x.
+    The function computes in the dtype of `cos_sin`, the result of `rope_cos_sin`, reshaped to
+    (2, ..., head_dim / 2) so that it broadcasts against x. The result has the dtype of x.
     """
     (cos, sin), (a, b) = cos_sin, x.to(cos_sin.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
@@ -111,7 +103,7 @@ class RoPEAttention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, N, d) each
         attn_mask = None if mask is None else mask[:, None, None]  # (B, 1, 1, N)
         h = F.scaled_dot_product_attention(q, k, v, attn_mask)  # (B, heads, N, d)
-        return cast(Tensor, self.proj(h.transpose(1, 2).flatten(2)))
+        return self.proj(h.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -128,7 +120,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> the same shape."""
         gate, value = self.gate_value(x).chunk(2, dim=-1)
-        return cast(Tensor, self.proj(F.silu(gate) * value))
+        return self.proj(F.silu(gate) * value)
 
 
 class JiTBlock(nn.Module):
@@ -150,7 +142,7 @@ class JiTBlock(nn.Module):
         parts = self.adaLN_modulation(c)[:, None].chunk(6, dim=2)  # (B, 1, D) each
         shift1, scale1, gate1, shift2, scale2, gate2 = parts
         x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1), cos_sin, mask)
-        return cast(Tensor, x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2)))
+        return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))
 
 
 class JiT(nn.Module):

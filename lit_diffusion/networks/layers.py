@@ -10,7 +10,7 @@ norms, softmax and the sinusoids of the noise level in float32 or better.
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +106,7 @@ class TwoTimesMLP(TimestepMLP):
         if noise_label.ndim == 1:
             noise_label = torch.stack([noise_label, torch.zeros_like(noise_label)], dim=1)
         level, interval = noise_label.unbind(1)
-        return super().forward(level) + cast(Tensor, self.interval(interval))
+        return super().forward(level) + self.interval(interval)
 
 
 class LayerNorm32(nn.LayerNorm):
@@ -194,7 +194,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """(B, N, D), (B, N) -> (B, N, D)."""
         h = self_attention(self.qkv(x), self.num_heads, split_heads_first=False, mask=mask)
-        return cast(Tensor, self.proj(h))
+        return self.proj(h)
 
 
 class MLP(nn.Module):
@@ -207,7 +207,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> the same shape."""
-        return cast(Tensor, self.fc2(F.gelu(self.fc1(x), approximate=self.approximate)))
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
 class FinalLayer(nn.Module):
@@ -230,7 +230,7 @@ class FinalLayer(nn.Module):
         with no_autocast(x):
             x, c = x.to(self.linear.weight.dtype), c.to(self.linear.weight.dtype)
             shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=2)  # (B, 1, D) each
-            return cast(Tensor, self.linear(modulate(self.norm_final(x), shift, scale)))
+            return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -248,7 +248,7 @@ class PatchEmbed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, N, D) with N = H W / p^2."""
         # Contiguous, because all residual sums inherit the layout of these tokens.
-        return cast(Tensor, self.proj(x)).flatten(2).transpose(1, 2).contiguous()
+        return self.proj(x).flatten(2).transpose(1, 2).contiguous()
 
 
 def patchify(x: Tensor, patch_size: int) -> Tensor:
@@ -261,12 +261,7 @@ def patchify(x: Tensor, patch_size: int) -> Tensor:
 
 
 def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
-    """Join patches (B, N, p * p * C) to images (B, C, H, W), the inverse of `patchify`.
-
-    Args:
-        tokens: (B, side * side, p * p * C), where p is the patch size.
-        side: number of patches in a row and in a column.
-        patch_size: height and width of a patch.
+    """Join patches (B, side * side, p * p * C) to images (B, C, H, W), the inverse of `patchify`.
 
     Example:
         >>> images = torch.randn(2, 3, 8, 8)
@@ -325,8 +320,7 @@ class Patched(nn.Module):
 
     def __init__(self, network: nn.Module, size: int = 2) -> None:
         super().__init__()
-        if size < 1:
-            raise ValueError(f"size must be > 0, got {size}.")
+        check_positive(size=size)
         self.network = network
         self.size = size
 
@@ -365,15 +359,12 @@ def xavier_uniform_(network: nn.Module) -> None:
 def maybe_checkpoint(block: nn.Module, *inputs: Tensor | None, enabled: bool) -> Tensor:
     """Compute `block(*inputs)`, with gradient checkpointing if enabled."""
     if not (enabled and torch.is_grad_enabled()):  # in torch 2.11, checkpoint has no jvp
-        return cast(Tensor, block(*inputs))
-    return cast(Tensor, checkpoint(block, *inputs, use_reentrant=False))
+        return block(*inputs)
+    return checkpoint(block, *inputs, use_reentrant=False)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context without autocast for the device of `x`.
-
-    Inside the context, operations keep the dtype of their inputs.
-    """
+    """Return a context in which operations on the device of `x` keep the dtype of their inputs."""
     if x.is_meta:  # autocast does not exist for meta tensors
         # `torch.amp.is_autocast_available` would tell, but torch 2.11 cannot compile it.
         return nullcontext()

@@ -25,7 +25,7 @@ authors' code, because this file was written from the paper.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,7 @@ def normalize(x: Tensor, dim: int | Sequence[int]) -> Tensor:
 def _magnitude(x: Tensor, dim: int | Sequence[int]) -> Tensor:
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     dtype = torch.promote_types(x.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
+    norm = torch.linalg.vector_norm(x, dim=dims, keepdim=True, dtype=dtype)
     return norm / math.sqrt(math.prod([x.shape[d] for d in dims]))
 
 
@@ -284,7 +284,7 @@ class ResidualBranch(nn.Module):
         h = self.conv1(mp_silu(x))  # (B, out_channels, H, W)
         scale = 1 + self.emb_linear(emb, self.emb_gain)  # (B, out_channels)
         h = mp_silu(h * scale.to(h.dtype)[..., None, None])
-        return cast(Tensor, self.conv2(self.dropout(h)))
+        return self.conv2(self.dropout(h))
 
 
 class _Block(nn.Module):
@@ -329,7 +329,7 @@ class EncoderBlock(_Block):
         """(B, in_channels, H, W), (B, E) -> (B, out_channels, H', W')."""
         x = normalize(self.proj(self.resample(x)), dim=1)  # (B, out_channels, H', W')
         x = mp_sum(x, self.branch(x, emb), BRANCH_SHARE)
-        return cast(Tensor, self.attention(x))
+        return self.attention(x)
 
 
 class DecoderBlock(_Block):
@@ -344,7 +344,7 @@ class DecoderBlock(_Block):
         """(B, in_channels, H, W), (B, E) -> (B, out_channels, H', W')."""
         x = self.resample(x)  # (B, in_channels, H', W')
         x = mp_sum(self.proj(x), self.branch(x, emb), BRANCH_SHARE)  # (B, out_channels, H', W')
-        return cast(Tensor, self.attention(x))
+        return self.attention(x)
 
 
 class MagnitudePreservingUNet(nn.Module):
@@ -514,7 +514,7 @@ class MagnitudePreservingUNet(nn.Module):
             x = maybe_checkpoint(block, x, emb, enabled=checkpointing)
         with no_autocast(x):
             x = x.to(self.conv_out.weight.dtype)
-            return cast(Tensor, self.conv_out(x, self.out_gain))  # (B, out_channels, H, W)
+            return self.conv_out(x, self.out_gain)  # (B, out_channels, H, W)
 
     def _embed(self, noise_label: Tensor, label_vector: Tensor | None) -> Tensor:
         """Embed noise labels (B,), and add the embedding of class labels (B, E)."""

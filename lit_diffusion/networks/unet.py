@@ -24,7 +24,6 @@ github.com/openai/improved-diffusion and github.com/openai/guided-diffusion, fil
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -181,7 +180,7 @@ class ResBlock(nn.Module):
         else:
             h = norm(h, offset=emb if bias is None else emb + bias, silu=True)
         h = conv(dropout(h))  # (B, out_channels, H', W')
-        return cast(Tensor, self.skip_connection(x) + h)
+        return self.skip_connection(x) + h
 
 
 class AttentionBlock(nn.Module):
@@ -205,7 +204,7 @@ class AttentionBlock(nn.Module):
         qkv = self.qkv(self.norm(x).flatten(2).transpose(1, 2))  # (B, H W, 3 C)
         h = self_attention(qkv, self.num_heads, split_heads_first=self.split_heads_first)
         h = self.proj_out(h)  # (B, H W, C)
-        return cast(Tensor, x + h.transpose(1, 2).reshape(x.shape))
+        return x + h.transpose(1, 2).reshape(x.shape)
 
 
 class CrossAttentionBlock(nn.Module):
@@ -231,7 +230,7 @@ class CrossAttentionBlock(nn.Module):
         q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
         h = F.scaled_dot_product_attention(q, k, v, mask[:, None, None])  # (B, heads, H W, d)
         h = self.proj_out(h.transpose(1, 2).flatten(2))  # (B, H W, C)
-        return cast(Tensor, x + h.transpose(1, 2).reshape(x.shape))
+        return x + h.transpose(1, 2).reshape(x.shape)
 
 
 class AttentionPool(nn.Module):
@@ -254,7 +253,7 @@ class AttentionPool(nn.Module):
         x = torch.cat([x.mean(dim=2, keepdim=True), x], dim=2)  # (B, C, 1 + N)
         qkv = self.qkv_proj((x + self.positional_embedding).transpose(1, 2))  # (B, 1 + N, 3 C)
         h = self_attention(qkv, self.num_heads, split_heads_first=False)  # (B, 1 + N, C)
-        return cast(Tensor, self.c_proj(h[:, 0]))
+        return self.c_proj(h[:, 0])
 
 
 class ConditionedSequential(nn.ModuleList):
@@ -325,10 +324,9 @@ class _Encoder(nn.Module):
             in_channels, model_channels, channel_mult, num_res_blocks, attention_downsample, dropout
         )
         levels = len(channel_mult)
-        factors = [2**level for level in range(levels)]
         self.in_channels, self.emb_channels = in_channels, 4 * model_channels
         self.widths = [int(mult * model_channels) for mult in channel_mult]
-        self.attends = [factor in attention_downsample for factor in factors]
+        self.attends = [2**level in attention_downsample for level in range(levels)]
         self.head_channels, self.split_heads_first = head_channels, split_heads_first
         self.resblock_updown, self.norm_groups = resblock_updown, norm_groups
         self.cross_attention = cross_attention
@@ -403,7 +401,7 @@ class _Encoder(nn.Module):
         """Apply the layers `out`, in the dtype of their weights even under autocast."""
         norm, _, last = self.out
         with no_autocast(x):
-            return cast(Tensor, last(norm(x.to(next(norm.parameters()).dtype), silu=True)))
+            return last(norm(x.to(next(norm.parameters()).dtype), silu=True))
 
 
 class UNet(_Encoder):
@@ -645,13 +643,7 @@ class EncoderUNet(_Encoder):
 
 
 def heads_for(channels: int, num_heads: int, head_channels: int | None) -> int:
-    """Compute the number of attention heads of a block.
-
-    Args:
-        channels: channels of the block.
-        num_heads: number of heads, which is used only if `head_channels` is None.
-        head_channels: channels of a head, from which the number of heads is computed. None uses
-            `num_heads`.
+    """Return the number of attention heads of a block: `num_heads`, unless `head_channels` is set.
 
     Raises:
         ValueError: if the channels cannot be divided among the heads.

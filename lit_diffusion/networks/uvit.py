@@ -11,8 +11,6 @@ Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Mod
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.
 """
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -61,7 +59,7 @@ class UViTBlock(nn.Module):
         if skip is not None:
             x = self.skip_linear(torch.cat([x, skip], dim=2))  # (B, N, D)
         x = x + self.attn(self.norm1(x), mask)  # (B, N, D)
-        return cast(Tensor, x + self.mlp(self.norm2(x)))
+        return x + self.mlp(self.norm2(x))
 
 
 class UViT(nn.Module):
@@ -217,4 +215,4 @@ class UViT(nn.Module):
         with no_autocast(x):
             x = self.decoder_pred(self.norm(x.to(self.pos_embed.dtype)))  # (B, N, p p out_channels)
             x = unpatchify(x, self.side, self.patch_size)  # (B, out_channels, H, W)
-            return cast(Tensor, self.final_layer(x))
+            return self.final_layer(x)

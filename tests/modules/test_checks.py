@@ -55,8 +55,8 @@ THIRD = r"the third part of a batch must be the index \(B,\)"
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((IMAGES, INDEX), rf"{PARTS}\(uint8 \(2, 1, 4, 4\), int64 \(2,\)\)"),
-        (IMAGES, rf"{PARTS}\(uint8 \(2, 1, 4, 4\)\)"),
+        ((IMAGES, INDEX), rf"{PARTS}\(torch.uint8 \(2, 1, 4, 4\), torch.int64 \(2,\)\)"),
+        (IMAGES, rf"{PARTS}\(torch.uint8 \(2, 1, 4, 4\)\)"),
         (None, rf"{PARTS}\(NoneType\)"),
         ((IMAGES, INDEX, ("a.png", "b.png")), THIRD),
         ((IMAGES, INDEX, torch.zeros(2, 1).long()), THIRD),

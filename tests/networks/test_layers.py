@@ -234,7 +234,7 @@ def test_pixels_of_patched_images_return_to_their_places_both_halves_in_order(si
 
 
 def test_other_sizes_of_images_and_patches_are_refused():
-    with pytest.raises(ValueError, match="size must be > 0, got 0"):
+    with pytest.raises(ValueError, match="size must be above 0 and finite, got 0"):
         Patched(Repeat(1), 0)
     with pytest.raises(ValueError, match=r"size=4.* got images of shape \(1, 1, 8, 6\)"):
         Patched(Repeat(1), 4)(torch.zeros(1, 1, 8, 6), torch.zeros(1), None)
