@@ -55,14 +55,14 @@ def model_card(
     scored = [each for each in evaluations if _is_of(each, record)]
     head = yaml.safe_dump(_head(record, scored, name, form, license), sort_keys=False)
     sections = [
-        f"---\n{head}---\n",
+        f"---\n{head}---",
         f"# {name}\n\n{_summary(record)}",
         f"## How to use it\n\n{_usage(record, name, form)}",
         f"## How it was trained\n\n{_training(record, scored, num_parameters)}",
         notes.strip(),
         f"## Scores\n\n{_scores(scored)}",
     ]
-    return "\n\n".join(filter(None, sections)).replace("---\n\n\n", "---\n\n") + "\n"
+    return "\n\n".join(filter(None, sections)) + "\n"
 
 
 def _is_of(evaluation: Mapping[str, Any], record: Mapping[str, Any]) -> bool:

@@ -114,11 +114,7 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     Two records belong to the same measurement if their steps and all settings are equal, for
     example because a run resumed from an earlier step and repeated an evaluation. If
     `record.images` is None, as after an evaluation outside a fit, the number of training images is
-    copied from the record that is replaced.
-
-    Args:
-        path: the file, which is created if it does not exist.
-        record: the new record.
+    copied from the record that is replaced. The file is created if it does not exist.
 
     Raises:
         ValueError: if a line of the existing file is not JSON.
@@ -180,10 +176,8 @@ class ImageCount(NamedTuple):
 def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> ImageCount:
     """Return the count of training images at the start of a fit.
 
-    Args:
-        trainer: trainer of the fit.
-        previous: count of training images in the checkpoint from which the fit resumes. If it is
-            None, the function assumes that batches before the resume had the current batch size.
+    `previous` is the count in the checkpoint from which the fit resumes. If it is None, the
+    function assumes that batches before the resume had the current batch size.
     """
     batch_size = getattr(trainer.train_dataloader, "batch_size", None)
     per_batch = int(batch_size * trainer.world_size) if batch_size else None

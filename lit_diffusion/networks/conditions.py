@@ -34,11 +34,7 @@ class ConditionKind(Protocol):
     """Kind of condition, such as class labels. It builds the module that embeds the conditions."""
 
     def embedding(self, width: int, /) -> nn.Module:
-        """Build a module that maps a condition of B images to an `EmbeddedCondition`.
-
-        Args:
-            width: features of the embedded vectors or tokens.
-        """
+        """Build a module that embeds conditions in `width` features, as an `EmbeddedCondition`."""
 
 
 @dataclass(frozen=True)

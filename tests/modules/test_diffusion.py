@@ -437,7 +437,7 @@ def test_a_solver_that_does_not_fit_the_process_is_named_with_it(solver):
 def test_batches_of_another_kind_are_refused():
     images, labels, index = loader().dataset.tensors
     for parts, message in (
-        ((images, labels), r"got \(uint8 \(6, 1, 8, 8\), int64 \(6,\)\)"),
+        ((images, labels), r"got \(torch.uint8 \(6, 1, 8, 8\), torch.int64 \(6,\)\)"),
         ((images, labels + 1, index), r"labels must be 0..2 or -1, got \[1, 2, 3\]"),
     ):
         run = trainer(max_steps=1)
