@@ -130,7 +130,8 @@ class LatentIndex:
 @cache
 def _map_moments(path: str) -> Any:
     """Memory-mapped moments of a shard. A row is read when it is indexed."""
-    return safe_open(check_regular(path), "pt").get_slice("moments")
+    shard: Any = safe_open(check_regular(path), "pt")
+    return shard.get_slice("moments")
 
 
 @dataclass(frozen=True, eq=False)

@@ -59,6 +59,7 @@ class MNIST(ImageDataModule):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every image."""
         return 1, self.image_size, self.image_size
 
     def check(self) -> None:
@@ -87,22 +88,17 @@ class MNIST(ImageDataModule):
 
     def load(self, split: Split) -> TensorImages:
         """Open a split, without augmentation."""
-        prefix = "t10k" if split == "val" else "train"
+        prefix = self._folder / ("t10k" if split == "val" else "train")
         try:
             # torchvision's class is not used, because it prefers an old `processed` folder.
-            images, labels = (
-                read(str(self._folder / f"{prefix}-{kind}-ubyte"))
-                for read, kind in (
-                    (read_image_file, "images-idx3"),
-                    (read_label_file, "labels-idx1"),
-                )
-            )
+            images = read_image_file(f"{prefix}-images-idx3-ubyte")
+            labels = read_label_file(f"{prefix}-labels-idx1-ubyte")
             if images.shape != (len(labels), 28, 28) or not 0 <= labels.min() <= labels.max() <= 9:
                 raise ValueError(f"images {tuple(images.shape)}, labels {tuple(labels.shape)}")
         except Exception as error:  # torchvision raises many types for damaged files
             reason = str(error) or type(error).__name__
             raise ValueError(
-                f"{self._folder}/{prefix}-* are not files of {self._name} ({reason}); delete them."
+                f"{prefix}-* are not files of {self._name} ({reason}); delete them."
             ) from error
         images = images[:, None]
         if self.image_size != 28:

@@ -213,7 +213,8 @@ def count_training_images(trainer: Trainer) -> int | None:
 
 def _batches_done(trainer: Trainer) -> int:
     """Return the number of training batches on this process, including batches before a resume."""
-    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return total.processed
 
 
 class EvaluationClock:
