@@ -42,7 +42,7 @@ class UnfinishedAnalysis(Exception):
 
 
 def load_analyzed_module(path: str, options: Namespace, moves: bool = True) -> LoadedModule:
-    """Load the module of a checkpoint, with the weights and onto the device of the options.
+    """Load the module of a checkpoint or run folder, with the weights of --weights, onto --device.
 
     If the analysis `moves` the weights, spectral norms are computed exactly, because the singular
     vectors that torch stores would be wrong for changed weights.
@@ -140,13 +140,9 @@ def compute_pieces(
 ) -> list[Arrays]:
     """Compute the pieces that have no file yet, and return the arrays of all pieces.
 
-    Each process of torchrun or srun computes its share.
-
-    Args:
-        folder: output folder, with a file pieces/NAME.npz per piece.
-        names: names of the pieces.
-        compute: function that computes the arrays of a piece from its name.
-        unit: what a piece is called in progress messages, such as "row".
+    Each process of torchrun or srun computes its share. The function `compute` computes the arrays
+    of a piece from its name, and the arrays are saved in `folder`/pieces/NAME.npz. The progress
+    messages call a piece a `unit`, such as "row".
 
     Raises:
         UnfinishedAnalysis: if other processes have not computed their share yet.

@@ -67,20 +67,15 @@ class Comparison:
         target: FID to reach.
         results: results of the other arms, the fastest first.
         metric: name of the metric, such as FID, pixels or val/loss.
-        num_untested: number of further arms that lack the data for this comparison. Holm's method
-            counts them as tests.
+        num_tests: number of tests that Holm's method corrects for: one per arm except the baseline,
+            including arms that lack the data for this comparison.
     """
 
     baseline: Arm
     target: float
     results: tuple[Result, ...]
-    metric: str = "FID"
-    num_untested: int = 0
-
-    @property
-    def num_tests(self) -> int:
-        """Number of tests that Holm's method corrects for: one per arm except the baseline."""
-        return len(self.results) + self.num_untested
+    metric: str
+    num_tests: int
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -132,13 +127,8 @@ def compare(
     in 95% of cases. With the mean final FID as the target, the interval contains the true speed-up
     less often and is biased toward 1.
 
-    Args:
-        arms: arms to compare, including the baseline.
-        baseline: name of the baseline.
-        target: FID to reach; None uses the default.
-        metric: name of the metric.
-        num_untested: number of arms that are not in `arms` because their runs lack this metric.
-            Holm's method counts each of them as a test with a p-value of 1.
+    The `arms` include the baseline. If `num_untested` further arms are not among them, because
+    their runs lack this metric, Holm's method counts each of them as a test with a p-value of 1.
 
     Raises:
         ValueError: if there are fewer than two arms, if two arms have the same name, if there is no
@@ -174,7 +164,7 @@ def compare(
     results = [_test_last_fid(result, base, target, num_tests) for result in results]
     # The true ratio may be anything below an upper bound, so upper bounds are sorted last.
     results.sort(key=lambda result: (result.speedup.is_upper_bound, -result.speedup.ratio))
-    return Comparison(base, target, tuple(results), metric, num_untested)
+    return Comparison(base, target, tuple(results), metric, num_tests)
 
 
 def _measure_speedup(arm: Arm, base: Arm, target: float) -> Result:

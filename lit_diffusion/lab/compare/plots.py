@@ -11,15 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
+from lit_diffusion.lab.compare import tables
 from lit_diffusion.lab.compare.comparison import HEADLINE_SEEDS, Comparison, Verdict
 from lit_diffusion.lab.compare.curves import Arm
-from lit_diffusion.lab.compare.tables import (
-    common_steps,
-    format_fid,
-    format_speedup,
-    format_target,
-    format_verdict,
-)
 
 _INK, _GREY = "#1d2733", "#5c6773"
 _NEGATIVE_VERDICTS = (Verdict.SLOWER, Verdict.WORSE, Verdict.LOST, Verdict.MISSED)
@@ -35,21 +29,13 @@ _STYLE: Any = {"font.size": 10, "text.parse_math": False}  # names of arms may c
 
 
 class SamplePicture(NamedTuple):
-    """A PNG file with samples of an arm.
-
-    Attributes:
-        arm: name of the arm.
-        step: number of optimizer steps before the samples were generated.
-        png: content of the file.
-        seed: training seed of the run.
-        weights: name of the weights, "ema" or "raw".
-    """
+    """A PNG file with samples of an arm."""
 
     arm: str
-    step: int
-    png: bytes
-    seed: str = "0"
-    weights: str = "raw"
+    step: int  # number of optimizer steps before the samples were generated
+    png: bytes  # content of the file
+    seed: str = "0"  # training seed of the run
+    weights: str = "raw"  # name of the weights, "ema" or "raw"
 
 
 def png_bytes(figure: Figure) -> bytes:
@@ -77,15 +63,15 @@ def speedup_figure(comparison: Comparison) -> Figure:
                 axes.hlines(row, *ends, color=color, lw=5 if is_headline else 1.5, alpha=0.45)
             is_hollow = result.at != comparison.target or speedup.low is None
             axes.plot(speedup.ratio, row, "D", color=color, mfc="white" if is_hollow else color)
-            label = format_speedup(speedup) + format_target(result, comparison)
-            label += f"  {format_verdict(result, comparison)}"
+            label = tables.format_speedup(speedup) + tables.format_target(result, comparison)
+            label += f"  {tables.format_verdict(result, comparison)}"
             transform = axes.get_yaxis_transform()
             axes.text(1.02, row, label, transform=transform, color=color, va="center")
         axes.set_yticks(range(len(results)), [_abbreviate(r.arm.name) for r in results])
         axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5) if right / left < 100 else (1,)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
         axes.xaxis.set_minor_formatter(NullFormatter())
-        target = f"{comparison.metric} {format_fid(comparison.target)}"
+        target = f"{comparison.metric} {tables.format_fid(comparison.target)}"
         axes.set_xlabel(f"speed-up over {_abbreviate(base.name)} to {target} (log axis)")
         axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
@@ -108,7 +94,7 @@ def curves_figure(comparison: Comparison) -> Figure:
             for curve in arm.curves:
                 axes.plot(*curve.finite, lw=0.8, alpha=0.35, color=color)
             axes.plot(*_mean_curve(arm), lw=2.4, label=_abbreviate(arm.name), color=color)
-        label = f"target: {metric} {format_fid(comparison.target)}"
+        label = f"target: {metric} {tables.format_fid(comparison.target)}"
         axes.axhline(comparison.target, color=_GREY, ls="--", lw=1, zorder=0, label=label)
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -123,7 +109,7 @@ def curves_figure(comparison: Comparison) -> Figure:
 
 def _mean_curve(arm: Arm) -> tuple[list[float], list[float]]:
     """Steps that all seeds have, and geometric means; NaN (a gap) if one FID is not finite."""
-    steps = common_steps([arm])
+    steps = tables.common_steps([arm])
     logs = [[math.log(curve.at(step) or math.nan) for curve in arm.curves] for step in steps]
     return steps, [math.exp(fmean(values)) for values in logs]
 

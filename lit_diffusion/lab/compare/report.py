@@ -159,21 +159,21 @@ def _filter_arms(items: list[T], arm_of: Callable[[T], str], arms: Sequence[str]
 
 def _assemble_report(comparison: Comparison, notes: Sequence[str], **parts: Any) -> Report:
     base, arms = comparison.baseline, comparison.arms
-    with_images = by_images(arms)
-    images = with_images and compare(with_images, base.name, comparison.target, comparison.metric)
-    worst, best = (select_by(base.curves, key=lambda curve: curve.best) for select_by in (max, min))
+    worst, best = base.reached_by_all, min(curve.best for curve in base.curves)
     extra = []
     if nonfinite := [f"{arm.nonfinite_ends} of {arm.name}" for arm in arms if arm.nonfinite_ends]:
         extra.append(f"Seeds without a finite last {comparison.metric}: {', '.join(nonfinite)}.")
-    if worst.best == comparison.target > 1.2 * best.best:
+    if worst == comparison.target > 1.2 * best:
+        seed = next(curve.seed for curve in base.curves if curve.best == worst)
         extra.append(
-            f"Seed {worst.seed} of {base.name} makes the target easy to reach: the median seed "
-            f"reaches {format_fid(base.median_best)}, and the best seed {format_fid(best.best)}."
+            f"Seed {seed} of {base.name} makes the target easy to reach: the median seed reaches "
+            f"{format_fid(base.median_best)}, and the best seed {format_fid(best)}."
         )
-    if images:
+    images = None
+    if (with_images := by_images(arms)) is not None:
+        images = compare(with_images, base.name, comparison.target, comparison.metric)
         extra.append("Arms differ in images per step; see the comparison by images seen.")
-    others = by_other_metrics(comparison)
-    return Report(comparison, images or None, others, [*extra, *notes], **parts)
+    return Report(comparison, images, by_other_metrics(comparison), [*extra, *notes], **parts)
 
 
 # Files

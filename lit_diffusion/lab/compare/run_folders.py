@@ -345,12 +345,8 @@ def select(
     It is also left out if its FID settings differ from those of most baseline runs, or if its
     sampling settings differ from those of most runs of its arm.
 
-    Args:
-        runs: runs of an experiment.
-        baseline: name of the baseline. None means the arm with the name "baseline" or, if there is
-            none, the first arm.
-        metric: name of the metric. None chooses the FID metric that most runs recorded, such as
-            `val/fid_50k`.
+    The default baseline is the arm with the name "baseline" or, if there is none, the first arm.
+    The default metric is the FID metric that most runs recorded, such as `val/fid_50k`.
 
     Raises:
         ValueError: if fewer than two arms remain, if the baseline is not among them, if two runs of

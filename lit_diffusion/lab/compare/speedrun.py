@@ -130,13 +130,10 @@ def _fid_callbacks(settings: Mapping[str, Any]) -> list[Any]:
 def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
     """Raise ValueError if the module is too large, or evaluates its network too often per sample.
 
-    The function builds the module and generates one sample. One evaluation is a forward pass of
-    the network with one image. A step with classifier-free guidance needs two evaluations. The size
-    of the module does not include the auxiliary loss, because sampling does not use it.
-
-    Args:
-        model: class path and arguments of the module.
-        trust: packages and folders whose classes may be built.
+    The function builds the module from its class path and arguments, and generates one sample. One
+    evaluation is a forward pass of the network with one image. A step with classifier-free guidance
+    needs two evaluations. The size of the module does not include the auxiliary loss, because
+    sampling does not use it.
     """
     from lightning.pytorch import LightningModule
 

@@ -187,10 +187,8 @@ def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
     if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):
         return None
     sets = min((len(curve.repeats) for pair in pairs for curve in pair), default=0)
-    fids = [
-        [(c.fids[-1], *c.repeats[:sets]) for c in curves] for curves in zip(*pairs, strict=True)
+    logs = [
+        [math.log(geometric_mean((c.fids[-1], *c.repeats[:sets]))) for c in curves]
+        for curves in zip(*pairs, strict=True)
     ]
-    if not all(math.isfinite(fid) for curves in fids for each in curves for fid in each):
-        return None
-    logs = [[math.log(geometric_mean(each)) for each in curves] for curves in fids]
     return paired(*logs) if logs else None
