@@ -135,6 +135,9 @@ class RunCLI(LightningCLI):
         """Parse the arguments; raise a ValueError with a short message for a mistake."""
         assert isinstance(args, list)
         command = self.request.command
+        configs = {path: read_config(path) for path in self.request.configs}
+        for line in run_callbacks.dropped_callbacks(configs):
+            rank_zero_info(line)
         args, by_name = run_callbacks.split_callback_options(map(_rewrite_nested_null, args))
         try:
             if by_name:
@@ -434,7 +437,7 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 def _failed_init(error: BaseException) -> str:
     """The prefix "UNet cannot be built: " if a constructor failed outside of its checks."""
-    while error.__cause__ is not None:
+    while not is_user_error(error) and error.__cause__ is not None:
         error = error.__cause__
     if is_user_error(error):
         return ""

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,36 @@ def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Ca
     savers = (LastCheckpoint, SaveOnSignal)
     missing = [saver(folder) for saver in savers if not contains(callbacks, saver)]
     return sorted([*callbacks, *missing], key=lambda callback: isinstance(callback, savers))
+
+
+def dropped_callbacks(configs: Mapping[str, Any]) -> list[str]:
+    """Return a message for each config that drops callbacks of earlier configs.
+
+    A config does so if it lists callbacks under the key `callbacks`, not `callbacks+`.
+
+    Args:
+        configs: contents of the config files by path, in the order of the command line.
+    """
+    messages, names = [], list[str]()
+    for path, settings in configs.items():
+        trainer = settings.get("trainer") or {}
+        if "callbacks" in trainer:
+            listed = _class_names(trainer["callbacks"])
+            if lost := ", ".join(name for name in names if name not in listed):
+                messages.append(
+                    f"{path} replaces the list trainer.callbacks of earlier configs and drops "
+                    f"{lost}; to keep {lost}, put {path} before the config that adds it."
+                )
+            names = listed
+        names = [*names, *_class_names(trainer.get("callbacks+"))]
+    return messages
+
+
+def _class_names(callbacks: Any) -> list[str]:
+    """Names of the classes in `trainer.callbacks` of a config (None, one, or a list)."""
+    listed = callbacks if isinstance(callbacks, list) else [callbacks] * bool(callbacks)
+    paths = [each.get("class_path") if isinstance(each, dict) else each for each in listed]
+    return [str(path).rpartition(".")[2] for path in paths]
 
 
 _STEP_HOOKS = (

@@ -16,12 +16,15 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
 
     The message of jsonargparse is long, because it lists all alternatives for each nested class.
     This function takes the cause from the innermost exception, and the key from the exceptions
-    around it. For an unknown option, it suggests the closest of the names `options`.
+    around it. An exception that a check of this library has raised is complete, so its own cause is
+    left out. For an unknown option, the function suggests the closest of the names `options`.
     """
     chain: list[BaseException] = []  # the error and its causes, the outermost first
     cause: BaseException | None = error
     while cause is not None:
         chain.append(cause)
+        if is_user_error(cause, ["lit_diffusion"]):
+            break
         context = None if cause.__suppress_context__ else cause.__context__
         cause = cause.__cause__ or context
     texts = [str(each) for each in chain]

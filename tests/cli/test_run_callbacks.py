@@ -126,6 +126,19 @@ def test_mistakes_name_the_option_and_the_fix(option, message):
         apply([*callbacks(), *callbacks()], "EMA.warmup=false")
 
 
+def test_a_config_says_which_callbacks_of_earlier_configs_it_drops(folder, capsys, caplog):
+    write_config(tiny_config(callbacks=[spec("EMA")]))
+    write_config({"trainer": {"callbacks+": ["MomentumDecay"]}}, Path("mdlrc.yaml"))
+    write_config({"trainer": {"callbacks": [spec("EMA", decays=[0.0])]}}, Path("no-ema.yaml"))
+    for arms, is_dropped in [(["mdlrc", "no-ema"], True), (["no-ema", "mdlrc"], False)]:
+        configs = " ".join(f"--config {name}.yaml" for name in ["tiny", *arms])
+        caplog.clear()
+        assert call(f"fit {configs} --trust support --print_config") == 0
+        assert ("MomentumDecay" in capsys.readouterr().out) is not is_dropped
+        notes = [message for message in caplog.messages if "drops MomentumDecay; to" in message]
+        assert len(notes) == is_dropped
+
+
 def test_callbacks_are_set_dropped_and_added_in_one_command(folder, capsys):
     """One that is added is set at once, as it may need its arguments to be parsed."""
     fid = spec("FIDEvaluation", num_samples=9, extractor="digits-cnn")

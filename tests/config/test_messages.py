@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lit_diffusion.auxiliary_losses.features import find_block
 from lit_diffusion.config.messages import (
     describe_error,
     explain_parse_error,
@@ -63,6 +65,18 @@ def caught(function: Callable) -> Exception:
     with pytest.raises(Exception) as error:  # noqa: PT011
         function()
     return error.value
+
+
+def wrap(check: Callable) -> None:
+    try:
+        check()
+    except ValueError as error:
+        raise ValueError("Does not validate against any of the Union subtypes") from error
+
+
+def test_a_check_is_explained_by_its_own_message_and_not_by_its_cause():
+    check = partial(find_block, nn.Sequential(nn.Linear(1, 1)), "blocks.3")
+    assert explain_parse_error(caught(partial(wrap, check))) == str(caught(check))
 
 
 def test_checks_and_errors_of_the_system_are_distinguished_from_bugs():
