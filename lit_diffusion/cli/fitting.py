@@ -260,6 +260,14 @@ class RunCLI(LightningCLI):
             raise ValueError(
                 "trainer.accelerator=gpu needs a GPU, but this machine has none; use auto or cpu."
             ) from None
+        except RuntimeError as error:
+            repeated = re.match(r"Found more than one stateful callback of type `(\w+)", str(error))
+            if not repeated:
+                raise
+            raise ValueError(
+                f"trainer.callbacks has {repeated[1]} twice, and a checkpoint holds the state of "
+                "only one; remove one of them, or the config that adds it."
+            ) from None
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment not in plugins:
             # Lightning would save and requeue inside a signal handler, whatever the command.

@@ -42,7 +42,6 @@ DEBUG = "LIT_DIFFUSION_DEBUG"
 MISTAKES = (
     "Early stopping conditioned on metric",
     "EMA holds no averages",
-    "Found more than one stateful callback",
 )
 """Beginnings of error messages that report mistakes of the user, whatever the error's type."""
 

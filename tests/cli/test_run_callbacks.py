@@ -139,6 +139,14 @@ def test_a_config_says_which_callbacks_of_earlier_configs_it_drops(folder, capsy
         assert len(notes) == is_dropped
 
 
+def test_a_callback_with_a_state_is_refused_if_two_configs_add_it(folder, capsys):
+    write_config(tiny_config())
+    write_config({"trainer": {"callbacks+": ["MomentumDecay"]}}, Path("mdlrc.yaml"))
+    configs = "--config tiny.yaml --config mdlrc.yaml --config mdlrc.yaml"
+    assert call(f"fit {configs} --trust support") == 2
+    assert "trainer.callbacks has MomentumDecay twice" in capsys.readouterr().err
+
+
 def test_callbacks_are_set_dropped_and_added_in_one_command(folder, capsys):
     """One that is added is set at once, as it may need its arguments to be parsed."""
     fid = spec("FIDEvaluation", num_samples=9, extractor="digits-cnn")
