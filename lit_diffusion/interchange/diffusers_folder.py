@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,23 +95,19 @@ def write_diffusers(
 
 
 @torch.no_grad()
-def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] = (0, 1)) -> str:
-    """Generate images from the same seeds with a pipeline and its module, and compare them.
+def compare_with_pipeline(folder: str | Path, module: Any) -> str:
+    """Compare images of a pipeline and of the module from which `write_diffusers` has written it.
 
-    The pipeline and the module start from the same noise, take the same number of steps, and use
-    the class labels that `generate` assigns to the seeds. The pipeline uses no guidance. If the
-    images are latents, they are not decoded for the comparison.
-
-    Args:
-        folder: folder of the pipeline, which `write_diffusers` has written from the module.
-        module: the module, in eval mode on the CPU.
-        seeds: one integer per image.
+    The pipeline and the module start from the noise of the seeds 0 and 1, take the same number of
+    steps, and use the class labels that `generate` assigns to the seeds. The pipeline uses no
+    guidance. If the images are latents, they are not decoded for the comparison. The module must be
+    in eval mode on the CPU.
 
     Returns:
         Sentences that name the solvers of the pipeline and of the module, and give the maximum and
         the mean difference between their images.
     """
-    folder = Path(folder)
+    folder, seeds = Path(folder), (0, 1)
     index = _read_json(folder / "model_index.json")
     part = "unet" if "unet" in index else "transformer"
     kind, scheduler_kind = index[part][1], index["scheduler"][1]
@@ -151,7 +147,7 @@ def compare_with_pipeline(folder: str | Path, module: Any, seeds: Sequence[int] 
         difference, kind, unit = 127.5 * difference, "images", "of 255 levels"
         is_same = difference.max() < 1
     return (
-        f"{ours}. In {steps} steps from seeds {', '.join(map(str, seeds))} their {kind} are "
+        f"{ours}. In {steps} steps from seeds 0, 1 their {kind} are "
         f"{'the same' if is_same else 'not the same'}: they differ by at most "
         f"{difference.max():.2g} and on average {difference.mean():.2g} {unit}."
     )

@@ -91,18 +91,13 @@ class TwoTimesMLP(TimestepMLP):
 
     two_times = True
 
-    def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
-        super().__init__(dim, width, out_width)
-        self.interval = TimestepMLP(dim, width, out_width)
+    def __init__(self, dim: int, width: int) -> None:
+        super().__init__(dim, width)
+        self.interval = TimestepMLP(dim, width)
         zero_(self.interval[2])
 
     def forward(self, noise_label: Tensor) -> Tensor:
-        """Return embeddings (B, out_width).
-
-        Args:
-            noise_label: (B, 2) noise levels and intervals, or (B,) noise levels, for which the
-                interval is 0.
-        """
+        """Noise levels and intervals (B, 2), or noise levels (B,) with intervals of 0 -> (B, D)."""
         if noise_label.ndim == 1:
             noise_label = torch.stack([noise_label, torch.zeros_like(noise_label)], dim=1)
         level, interval = noise_label.unbind(1)
