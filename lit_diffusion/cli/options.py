@@ -188,15 +188,9 @@ class SamplingOptions:
 
     def _check_guidance(self) -> None:
         if self.guidance_rescale and (self.weaker or self.classifier):
-            raise ValueError(
-                "--guidance_rescale applies to classifier-free guidance; leave out "
-                "--guidance_rescale, or leave out --weaker and --classifier."
-            )
+            raise ValueError("--guidance_rescale applies to classifier-free guidance; omit it.")
         if self.guidance_interval and self.classifier:
-            raise ValueError(
-                "--guidance_interval applies to --guidance and --weaker; leave out "
-                "--guidance_interval or --classifier."
-            )
+            raise ValueError("--guidance_interval applies to --guidance and --weaker; omit it.")
         has_scale = self.guidance is not None or self.weaker or self.classifier
         if self.changes_guidance and not has_scale:
             raise ValueError(

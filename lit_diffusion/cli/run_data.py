@@ -87,20 +87,14 @@ def real_images(
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None
-    data = data_of_run(checkpoint, configs, trust)
+    data, fix = data_of_run(checkpoint, configs, trust), "add --reference DIR with real images."
     if data is None:
         source = ", ".join(configs or [str(checkpoint)])
-        raise ValueError(
-            f"{source} names no data with splits to compare with; add --reference DIR with a "
-            "folder of real images."
-        )
+        raise ValueError(f"{source} names no data with splits to compare with; {fix}")
     if reference is None and hasattr(data, "vae_sha256"):
         records = [each for each in evaluations_of_run(checkpoint) if "reference" in each]
         if not records:
-            raise ValueError(
-                f"{checkpoint or 'the model'} was trained on latents; add --reference DIR with a "
-                "folder of real images."
-            )
+            raise ValueError(f"{checkpoint or 'the model'} was trained on latents; {fix}")
         return real_images(str(records[-1]["reference"]), checkpoint, configs, trust)
     split = reference or "val"
     other_split = "val" if split == "train" else "train"
