@@ -229,7 +229,7 @@ def build_solver(loaded: loading.LoadedModule, options: SamplingOptions) -> Any:
     if spec["class_path"] == "lit_diffusion.solvers.DDPM":
         learned = module.loss.output_factor == 2
         init_args = {"variance": "LearnedRange" if learned else "FixedSmall"} | init_args
-    build(spec | {"init_args": init_args})  # imports the class
+    build(spec | {"init_args": init_args})  # imports the class, so that its arguments are known
     names = {"steps", "times", "clip"}.intersection(parameter_names(spec["class_path"]))
     trained = current.get("init_args", {})
     inherited = {name: trained[name] for name in names & trained.keys()}
