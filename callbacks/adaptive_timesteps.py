@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from lit_diffusion.callbacks.curriculum import Timesteps, TimestepWriter, total_variation
 from lit_diffusion.callbacks.evaluation import FixedImages, inference_mode, require_noise_levels
 from lit_diffusion.callbacks.info_noise import (
     information_weight,
@@ -16,14 +17,7 @@ from lit_diffusion.callbacks.info_noise import (
     require_denoising_loss,
     velocity_error,
 )
-from lit_diffusion.callbacks.trainer_state import (
-    Timesteps,
-    TimestepWriter,
-    all_gather_objects,
-    is_accumulating,
-    reshard,
-    total_variation,
-)
+from lit_diffusion.callbacks.trainer_state import all_gather_objects, is_accumulating, reshard
 from lit_diffusion.protocols import Condition, by_part
 from lit_diffusion.seeding import fold, run_seed
 

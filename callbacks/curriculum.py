@@ -5,20 +5,32 @@ density is a vector of num_bins probabilities, one for each of num_bins bins of 
 probability of bin i is computed at the right edge of the bin, `u = (i + 1) / num_bins`. With
 num_bins = T, this edge is the paper's `t / T` for t = 1, ..., T.
 
+The class `TimestepWriter` is the base class of all callbacks that control at which noise levels a
+module trains.
+
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 4.2. The
 control callbacks `CurriculumWeight` and `ImportanceWeightedCurriculum` are not in the paper.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import inf, pi, sqrt
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .trainer_state import Timesteps, TimestepWriter, importance_weight, total_variation
+from .trainer_state import should_log
+
+try:
+    import lightning.pytorch as pl
+except ImportError:
+    import pytorch_lightning as pl  # type: ignore[no-redef]
 
 Normalize = Literal["truncate", "mix"]
+
+
+# The density
 
 
 def clts_gamma(step: int, num_steps: int) -> float:
@@ -118,6 +130,140 @@ def clts_density(
         return (1 - gamma) / num_bins + gamma * exponent.softmax(0)
     mixed = (1 - gamma) + gamma * exponent.exp() / (std * sqrt(2 * pi))
     return mixed / mixed.sum()
+
+
+# Callbacks that set noise levels on the module for the length of a batch
+
+
+class Timesteps(NamedTuple):
+    """Values of the two module attributes through which callbacks control the noise levels.
+
+    A noise level is a number u in [0, 1]. This interval is divided into num_bins equal bins. The
+    value of an attribute that the callback does not set is None.
+
+    Attributes:
+        timestep_density: (num_bins,) density from which the module samples noise levels.
+        timestep_weight: (num_bins,) loss weights. The module multiplies each loss by the weight of
+            the bin that contains the noise level.
+    """
+
+    timestep_density: Tensor | None = None
+    timestep_weight: Tensor | None = None
+
+
+def importance_weight(density: Tensor) -> Tensor:
+    """Return loss weights `1 / (num_bins * p)`, which cancel the density in the expected loss.
+
+    If noise levels are sampled from p and losses are multiplied by these weights, the expected loss
+    is the same as with uniformly sampled noise levels. The function normalizes the density
+    (num_bins,) to p, and returns weights (num_bins,).
+
+    Example:
+        >>> importance_weight(torch.tensor([1.0, 3.0]))
+        tensor([2.0000, 0.6667])
+    """
+    return density.sum() / (len(density) * density)
+
+
+def total_variation(density: Tensor) -> Tensor:
+    """Return the total variation between a density p and the uniform density.
+
+    The total variation is `sum(abs(p - 1 / num_bins)) / 2`.
+
+    Args:
+        density: (num_bins,) density, not necessarily normalized. The function normalizes it to p.
+
+    Returns:
+        Scalar tensor in [0, 1).
+
+    Example:
+        >>> total_variation(torch.tensor([1.0, 3.0]))
+        tensor(0.2500)
+    """
+    return (density / density.sum() - 1 / len(density)).abs().sum() / 2
+
+
+class TimestepWriter(pl.Callback, ABC):
+    """Base class of callbacks that set the density of noise levels or the loss weights of a module.
+
+    The module must have the attributes that the callback sets, and use them in its training_step.
+    `Timesteps` describes these attributes. A subclass lists the attributes that it sets in the
+    tuple `writes`, and returns their values from the method `timesteps_at`. Between batches, these
+    attributes of the module are None.
+
+    Two callbacks cannot set the same attribute. However, one callback may set the density while
+    another callback sets the weight.
+
+    Example:
+        >>> class NoisyHalf(TimestepWriter):
+        ...     writes = ("timestep_density",)
+        ...
+        ...     def timesteps_at(self, step, device):
+        ...         return Timesteps(timestep_density=torch.tensor([0.0, 1.0], device=device))
+        ...
+        ...     def numbers_at(self, step, device):
+        ...         return {}
+        >>> NoisyHalf().timesteps_at(0, torch.device("cpu")).timestep_density
+        tensor([0., 1.])
+    """
+
+    writes: tuple[str, ...] = ()
+    _written = Timesteps()
+
+    @abstractmethod
+    def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
+        """Return the values to set after `step` optimizer steps, the same on all ranks."""
+
+    @abstractmethod
+    def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
+        """Return the metrics to log after `step` optimizer steps."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raise ValueError if the module lacks an attribute or if two callbacks set it."""
+        name = type(self).__name__
+        if missing := [a for a in self.writes if not hasattr(pl_module, a)]:
+            raise ValueError(
+                f"{name} needs a module with {' and '.join(self.writes)}, and "
+                f"{type(pl_module).__name__} lacks {' and '.join(missing)}; set it to None in "
+                "its __init__ and use it in its training_step."
+            )
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(other, TimestepWriter) and other is not self:
+                shared = " and ".join(sorted({*self.writes} & {*other.writes}))
+                if shared:
+                    raise ValueError(
+                        f"{name} and {type(other).__name__} both set {shared}; remove one of them."
+                    )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Set the module's attributes. Raise ValueError if other code has set them."""
+        step = trainer.global_step
+        timesteps = self.timesteps_at(step, pl_module.device)
+        for attribute in self.writes:
+            value, name = getattr(pl_module, attribute), type(self).__name__
+            if value is not None and value is not getattr(self._written, attribute):
+                raise ValueError(
+                    f"{name} sets {attribute}, but other code has set it to a tensor of shape "
+                    f"{tuple(value.shape)}; leave it None, or remove {name}."
+                )
+            setattr(pl_module, attribute, getattr(timesteps, attribute))
+        self._written = timesteps
+        if should_log(trainer):
+            pl_module.log_dict(self.numbers_at(step, pl_module.device))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Reset the module's attributes to None, if this callback has set them.
+
+        Lightning also calls this method as `on_train_batch_end` and `on_exception`.
+        """
+        for attribute, value in self._written._asdict().items():
+            if value is not None and getattr(pl_module, attribute) is value:
+                setattr(pl_module, attribute, None)
+        self._written = Timesteps()
+
+    on_train_batch_end = on_exception = on_train_end  # type: ignore[assignment]
 
 
 @dataclass(eq=False)

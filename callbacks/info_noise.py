@@ -14,8 +14,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
+from lit_diffusion.callbacks.curriculum import Timesteps
 from lit_diffusion.callbacks.loss_resampler import LossBasedDensity, LossHistory
-from lit_diffusion.callbacks.trainer_state import Timesteps
 from lit_diffusion.losses import DenoisingLoss
 
 SIGMA_RANGE = (0.002, 80.0)  # EDM's range of sigma / alpha

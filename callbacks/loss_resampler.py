@@ -7,13 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .trainer_state import (
-    Timesteps,
-    TimestepWriter,
-    all_gather_objects,
-    importance_weight,
-    total_variation,
-)
+from .curriculum import Timesteps, TimestepWriter, importance_weight, total_variation
+from .trainer_state import all_gather_objects
 
 try:
     import lightning.pytorch as pl

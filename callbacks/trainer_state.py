@@ -1,13 +1,12 @@
 """Functions that tell callbacks more about a running fit than Lightning's public API does.
 
 The functions read the progress of a fit, check strategies and optimizers, gather tensors that are
-split over ranks, find tensors with NaN or infinite entries, and check values in checkpoints. The
-class `TimestepWriter` is the base class of callbacks that control at which noise levels a module
-trains.
+split over ranks, find tensors with NaN or infinite entries, and check values in checkpoints.
 
 The callbacks in ema.py, momentum_decay.py, curriculum.py, loss_resampler.py and finite_updates.py
 depend only on this file, torch and Lightning. To use one of these callbacks in your own package,
-copy its file and trainer_state.py. The file step_seed.py can be copied alone.
+copy its file and trainer_state.py; loss_resampler.py also needs curriculum.py. The file
+step_seed.py can be copied alone.
 
 Callbacks access private names of Lightning only through the functions in this file. A test of
 lit-diffusion checks that each of these names exists with the expected signature, and setup.cfg
@@ -20,11 +19,10 @@ may be empty. If the docstring of a function says "Collective", all ranks must c
 
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +53,7 @@ T = TypeVar("T")
 def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
     """`isinstance` for classes that exist in both `lightning` and `pytorch_lightning`.
 
-    If both packages are installed, each has its own copy of every class. The function accepts
-    instances of either copy.
+    If both packages are installed, each has its own copy of every class. Both copies are accepted.
     """
 
     def qualified_name(c: type) -> str:
@@ -186,8 +183,7 @@ def should_log(trainer: pl.Trainer) -> bool:
 def may_read(trainer: pl.Trainer) -> bool:
     """Whether the host can read a value from the device without an additional wait.
 
-    On a CPU, the result is always True. On other devices, the result is True in steps that log
-    metrics, because the host waits for the device in these steps anyway.
+    On other devices than a CPU, this is so in steps that log metrics, which wait anyway.
     """
     return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
 
@@ -226,8 +222,8 @@ def stepped_batches(trainer: pl.Trainer) -> int:
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
     """Return the factor by which gradients are still scaled when an optimizer steps.
 
-    With a GradScaler, a fused optimizer unscales the gradients inside its own step. In this case,
-    the function returns the scale of the GradScaler. In all other cases, it returns 1.
+    With a GradScaler and a fused optimizer, which unscales the gradients inside its own step, this
+    is the scale of the GradScaler. Otherwise, it is 1.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -510,137 +506,3 @@ def is_dense_tensor(value: Any) -> TypeGuard[Tensor]:
 def strip_compile_prefix(state: Mapping[str, T]) -> dict[str, T]:
     """Remove the prefix `_orig_mod.` that torch.compile adds to names of parameters and buffers."""
     return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
-
-
-# Noise levels, set on the module for the length of a batch
-
-
-class Timesteps(NamedTuple):
-    """Values of the two module attributes through which callbacks control the noise levels.
-
-    A noise level is a number u in [0, 1]. This interval is divided into num_bins equal bins. The
-    value of an attribute that the callback does not set is None.
-
-    Attributes:
-        timestep_density: (num_bins,) density from which the module samples noise levels.
-        timestep_weight: (num_bins,) loss weights. The module multiplies each loss by the weight of
-            the bin that contains the noise level.
-    """
-
-    timestep_density: Tensor | None = None
-    timestep_weight: Tensor | None = None
-
-
-def importance_weight(density: Tensor) -> Tensor:
-    """Return loss weights `1 / (num_bins * p)`, which cancel the density in the expected loss.
-
-    If noise levels are sampled from p and losses are multiplied by these weights, the expected loss
-    is the same as with uniformly sampled noise levels. The function normalizes the density
-    (num_bins,) to p, and returns weights (num_bins,).
-
-    Example:
-        >>> importance_weight(torch.tensor([1.0, 3.0]))
-        tensor([2.0000, 0.6667])
-    """
-    return density.sum() / (len(density) * density)
-
-
-def total_variation(density: Tensor) -> Tensor:
-    """Return the total variation between a density p and the uniform density.
-
-    The total variation is `sum(abs(p - 1 / num_bins)) / 2`.
-
-    Args:
-        density: (num_bins,) density, not necessarily normalized. The function normalizes it to p.
-
-    Returns:
-        Scalar tensor in [0, 1).
-
-    Example:
-        >>> total_variation(torch.tensor([1.0, 3.0]))
-        tensor(0.2500)
-    """
-    return (density / density.sum() - 1 / len(density)).abs().sum() / 2
-
-
-class TimestepWriter(pl.Callback, ABC):
-    """Base class of callbacks that set the density of noise levels or the loss weights of a module.
-
-    The module must have the attributes that the callback sets, and use them in its training_step.
-    `Timesteps` describes these attributes. A subclass lists the attributes that it sets in the
-    tuple `writes`, and returns their values from the method `timesteps_at`. Between batches, these
-    attributes of the module are None.
-
-    Two callbacks cannot set the same attribute. However, one callback may set the density while
-    another callback sets the weight.
-
-    Example:
-        >>> class NoisyHalf(TimestepWriter):
-        ...     writes = ("timestep_density",)
-        ...
-        ...     def timesteps_at(self, step, device):
-        ...         return Timesteps(timestep_density=torch.tensor([0.0, 1.0], device=device))
-        ...
-        ...     def numbers_at(self, step, device):
-        ...         return {}
-        >>> NoisyHalf().timesteps_at(0, torch.device("cpu")).timestep_density
-        tensor([0., 1.])
-    """
-
-    writes: tuple[str, ...] = ()
-    _written = Timesteps()
-
-    @abstractmethod
-    def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """Return the values to set after `step` optimizer steps, the same on all ranks."""
-
-    @abstractmethod
-    def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """Return the metrics to log after `step` optimizer steps."""
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise ValueError if the module lacks an attribute or if two callbacks set it."""
-        name = type(self).__name__
-        if missing := [a for a in self.writes if not hasattr(pl_module, a)]:
-            raise ValueError(
-                f"{name} needs a module with {' and '.join(self.writes)}, and "
-                f"{type(pl_module).__name__} lacks {' and '.join(missing)}; set it to None in "
-                "its __init__ and use it in its training_step."
-            )
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(other, TimestepWriter) and other is not self:
-                shared = " and ".join(sorted({*self.writes} & {*other.writes}))
-                if shared:
-                    raise ValueError(
-                        f"{name} and {type(other).__name__} both set {shared}; remove one of them."
-                    )
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
-    ) -> None:
-        """Set the module's attributes. Raise ValueError if other code has set them."""
-        step = trainer.global_step
-        timesteps = self.timesteps_at(step, pl_module.device)
-        for attribute in self.writes:
-            value, name = getattr(pl_module, attribute), type(self).__name__
-            if value is not None and value is not getattr(self._written, attribute):
-                raise ValueError(
-                    f"{name} sets {attribute}, but other code has set it to a tensor of shape "
-                    f"{tuple(value.shape)}; leave it None, or remove {name}."
-                )
-            setattr(pl_module, attribute, getattr(timesteps, attribute))
-        self._written = timesteps
-        if should_log(trainer):
-            pl_module.log_dict(self.numbers_at(step, pl_module.device))
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Reset the module's attributes to None, if this callback has set them.
-
-        Lightning also calls this method as `on_train_batch_end` and `on_exception`.
-        """
-        for attribute, value in self._written._asdict().items():
-            if value is not None and getattr(pl_module, attribute) is value:
-                setattr(pl_module, attribute, None)
-        self._written = Timesteps()
-
-    on_train_batch_end = on_exception = on_train_end  # type: ignore[assignment]

@@ -45,7 +45,8 @@ PORTABLE = (
     *("callbacks.curriculum", "callbacks.ema", "callbacks.finite_updates"),
     *("callbacks.loss_resampler", "callbacks.momentum_decay", "callbacks.step_seed"),
 )
-"""Files of callbacks/ that can be copied, with trainer_state.py, into another package."""
+"""Files of callbacks/ that can be copied, with trainer_state.py, into another package. The file
+loss_resampler.py also needs curriculum.py."""
 
 # room or file, the most particular first -> (of ours it may import, third parties besides torch)
 MAY_IMPORT = {
@@ -83,6 +84,10 @@ MAY_IMPORT = {
     "metrics": ({"metrics", "seeding"} | TOOLS, FRAMEWORK | {"safetensors"}),
     TRAINER: (set(), LIGHTNING | {"lightning_fabric", "pytorch_lightning"}),
     **dict.fromkeys(PORTABLE, ({TRAINER}, LIGHTNING | {"pytorch_lightning", "numpy"})),
+    "callbacks.loss_resampler": (
+        {TRAINER, "callbacks.curriculum"},
+        LIGHTNING | {"pytorch_lightning"},
+    ),
     "callbacks": (
         {"callbacks", "checkpoints.averages", "ema_profiles"}
         | {"losses", "metrics", "protocols", "seeding"}

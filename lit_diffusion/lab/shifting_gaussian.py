@@ -8,8 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_diffusion.callbacks.curriculum import clts_gamma, gaussian_log_density
-from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter, total_variation
+from lit_diffusion.callbacks.curriculum import (
+    Timesteps,
+    TimestepWriter,
+    clts_gamma,
+    gaussian_log_density,
+    total_variation,
+)
 
 
 @dataclass(eq=False)

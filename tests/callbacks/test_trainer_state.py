@@ -8,7 +8,6 @@ from lightning.pytorch import Trainer, strategies
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from support.foreign_times import ForeignTimes
 from support.plain_module import PlainModule, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
@@ -210,86 +209,3 @@ def test_the_first_is_named_past_empty_ones():
     assert first_nonfinite([good, torch.empty(0), odd, odd]) == 2
     assert first_nonfinite([good, torch.empty(0)]) is None
     assert first_nonfinite([]) is None
-
-
-# Noise levels
-
-WRITERS = {
-    "curriculum": (lambda: callbacks.TimestepCurriculum(6, num_bins=20), (True, False)),
-    "weight": (lambda: callbacks.CurriculumWeight(6, num_bins=20), (False, True)),
-    "importance": (lambda: callbacks.ImportanceWeightedCurriculum(6, num_bins=20), (True, True)),
-    "resampler": (lambda: callbacks.LossSecondMomentResampler(4, history=2), (True, True)),
-}
-
-
-def both(module):
-    return module.timestep_density, module.timestep_weight
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_the_attributes_are_set_during_training_batches_and_at_no_other_time(tmp_path, name):
-    (make_writer, writes), module, outside = WRITERS[name], ForeignTimes(), []
-    writer = make_writer()
-    module.on_validation_batch_start = lambda *_: outside.append(both(module))
-    module.on_train_epoch_end = lambda: outside.append(both(module))
-    for _ in range(2):
-        make_trainer(tmp_path, writer).fit(module, loader(), loader())
-    assert [tuple(v is not None for v in visible[1:]) for visible in module.visible] == [writes] * 8
-    assert len(outside) == 14
-    assert all(values == (None, None) for values in [*outside, both(module)])
-
-
-@pytest.mark.parametrize("where", ["training_step", "on_train_batch_end", "on_validation_start"])
-def test_an_interrupted_fit_leaves_nothing_on_the_module(tmp_path, where):
-    def fails(*_):
-        raise ArithmeticError
-
-    module, (make_writer, _) = ForeignTimes(), WRITERS["importance"]
-    setattr(module, where, fails)
-    trainer = make_trainer(tmp_path, make_writer(), num_sanity_val_steps=0)
-    with pytest.raises(ArithmeticError):
-        trainer.fit(module, loader(), loader())
-    assert both(module) == (None, None)
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_module_needs_the_attributes_that_are_written_and_no_others(tmp_path, name):
-    make_writer, (density, weight) = WRITERS[name]
-    module = PlainModule()
-    with pytest.raises(ValueError, match=r"needs a module with timestep_.*PlainModule lacks"):
-        make_trainer(tmp_path, make_writer()).fit(module, loader())
-    assert module.losses == []
-    if density != weight:
-        setattr(module, "timestep_density" if density else "timestep_weight", None)
-        make_trainer(tmp_path, make_writer()).fit(module, loader())
-        assert len(module.losses) == 4
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("curriculum", "weight"), ("curriculum", "importance"), ("weight", "resampler")],
-)
-def test_two_writers_of_an_attribute_are_refused_at_fit_start_and_others_go_together(
-    tmp_path, first, second
-):
-    (make_first, writes_first), (make_second, writes_second) = WRITERS[first], WRITERS[second]
-    module = ForeignTimes()
-    trainer = make_trainer(tmp_path, make_first(), make_second())
-    if any(a and b for a, b in zip(writes_first, writes_second, strict=True)):
-        with pytest.raises(ValueError, match=r"both set timestep_.*; remove one of them"):
-            trainer.fit(module, loader())
-        assert module.visible == []
-    else:
-        trainer.fit(module, loader())
-        assert all(None not in visible for visible in module.visible)
-
-
-def test_an_attribute_that_the_user_has_set_is_refused_and_left_as_it_is(tmp_path):
-    module, density = ForeignTimes(), torch.ones(7)
-    module.timestep_density = density
-    with pytest.raises(ValueError, match=r"other code has set it to a tensor of shape \(7,\)"):
-        make_trainer(tmp_path, callbacks.TimestepCurriculum(6)).fit(module, loader())
-    assert module.timestep_density is density
-    make_trainer(tmp_path, callbacks.CurriculumWeight(6)).fit(module, loader())
-    assert [visible for _, visible, _ in module.visible] == [density] * 4
-    assert both(module) == (density, None)

@@ -16,12 +16,13 @@ OLD = ("torch==2.4.*", "lightning==2.4.*", "pytorch-lightning==2.4.*", "numpy<2"
 
 
 def train_with_copies(folder: Path, package: str, python: Path | str = sys.executable) -> None:
-    """With trainer_state.py beside it alone, and neither lit_diffusion nor the other Lightning."""
+    """With the files beside it that the page names, without lit_diffusion and the other package."""
     for name in FILES:
         project = folder / f"project_{name}"
         project.mkdir(parents=True)
         (project / "__init__.py").touch()
-        for file in (name, "trainer_state"):
+        others = ("curriculum",) if name == "loss_resampler" else ()
+        for file in (name, "trainer_state", *others):
             shutil.copy(ROOT / "callbacks" / f"{file}.py", project)
     done = subprocess.run(
         [python, SCRIPT, folder, package],
