@@ -293,7 +293,7 @@ def _check_outputs(outputs: Any, module: pl.LightningModule, name: str) -> None:
         raise ValueError(
             f"{name} needs a training_step that returns {{'loss': ..., 'u': (B,), "
             f"'per_sample_loss': (B,)}}, and {type(module).__name__} returned tensors with "
-            f"the shapes {shapes}; add what is missing."
+            f"the shapes {shapes}; add what is missing, or leave out {name}."
         )
     low, high = values["u"].aminmax()
     if not 0 <= low <= high <= 1:

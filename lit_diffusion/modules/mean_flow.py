@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lit_diffusion.callbacks.trainer_state import attached_trainer, eval_mode
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.losses import DenoisingLoss
-from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.modules.diffusion import Batch, DiffusionModule
 from lit_diffusion.parameterizations import FlowVelocity
 from lit_diffusion.processes import LinearFlow
 from lit_diffusion.protocols import Condition, by_part
@@ -143,6 +144,20 @@ class MeanFlow(DiffusionModule):
                 "over ranks do not support; use strategy='ddp'."
             )
         super().configure_model()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
+        """Compute the training loss. The result has no "u" and "t", because images have two times.
+
+        Raises:
+            ValueError: if a callback has set `timestep_weight`.
+        """
+        if self.timestep_weight is not None:
+            raise ValueError(
+                "MeanFlow trains each image at two times, but timestep_weight is a function of one "
+                "time; leave out the callback that sets it, or use DiffusionModule."
+            )
+        outputs: Any = super().training_step(batch, batch_idx)
+        return {name: outputs[name] for name in ("loss", "per_sample_loss")}
 
     def per_sample_loss(
         self, x0: Tensor, condition: Condition, t: Tensor, noise: Tensor, step: int | None = None

@@ -9,7 +9,15 @@ from support.tiny_diffusion import images
 from torch import nn
 
 from lit_diffusion.auxiliary_losses import ContrastiveFlow
-from lit_diffusion.callbacks import AdaptiveTimesteps, InfoNoise
+from lit_diffusion.callbacks import (
+    AdaptiveTimesteps,
+    CurriculumWeight,
+    ImportanceWeightedCurriculum,
+    InfoNoise,
+    LossDensity,
+    LossSecondMomentResampler,
+    TimestepCurriculum,
+)
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.losses import DenoisingLoss, MinSNR, Simple, UncertaintyLoss
 from lit_diffusion.modules.diffusion import DiffusionModule
@@ -375,6 +383,21 @@ def test_callbacks_that_compute_errors_from_losses_are_refused(tmp_path, callbac
     trainer = make_trainer(tmp_path, callback())
     with pytest.raises(ValueError, match=f"{callback.__name__} needs .* of MeanFlow .* two times"):
         trainer.fit(small_mean_flow(), images(8, 8))
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        LossDensity(),
+        LossSecondMomentResampler(num_bins=4),
+        CurriculumWeight(num_steps=2),
+        ImportanceWeightedCurriculum(num_steps=2),
+    ],
+)
+def test_losses_and_weights_of_one_time_are_refused_but_not_a_density(tmp_path, callback):
+    make_trainer(tmp_path, TimestepCurriculum(num_steps=2)).fit(small_mean_flow(), images(8, 8))
+    with pytest.raises(ValueError, match=r"MeanFlow (trains each image at two times|returned)"):
+        make_trainer(tmp_path, callback).fit(small_mean_flow(), images(8, 8))
 
 
 def test_a_strategy_that_splits_weights_is_explained(tmp_path):
