@@ -106,8 +106,8 @@ class Run:
         """List the records of a metric that were measured with the same settings, one per step.
 
         FIDs are read from evaluations.jsonl, which also contains the settings of the measurement.
-        Other metrics are read from metrics.csv. Only records with the most common settings are
-        kept. If a step still has several records, the last one is used.
+        Other metrics are read from the rows of metrics.csv that have a step. Only records with the
+        most common settings are kept. If a step still has several records, the last one is used.
         """
         if is_fid(metric):
             points = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
@@ -115,7 +115,7 @@ class Run:
             points = [
                 {"metric": metric, "step": int(row["step"]) + 1, "value": float(row[metric])}
                 for row in self.rows
-                if metric in row
+                if metric in row and "step" in row
             ]
         counts = Counter(map(_measurement_key, points)).most_common(1)
         comparable = [point for point in points if _measurement_key(point) == counts[0][0]]

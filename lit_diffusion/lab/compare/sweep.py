@@ -338,7 +338,8 @@ def _last_evaluation(folder: Path) -> int:
 def _logged_batches(folder: Path) -> int:
     from lit_diffusion.cli.loggers import read_rows
 
-    return max((int(row["step"]) + 1 for row in read_rows(folder / "metrics.csv")), default=0)
+    rows = read_rows(folder / "metrics.csv")
+    return max((int(row["step"]) + 1 for row in rows if "step" in row), default=0)
 
 
 # The runs

@@ -9,6 +9,7 @@ import yaml
 from support.experiments import fids, record, write_grid, write_run
 from support.tiny_run import tiny_config
 
+from lit_diffusion.cli.loggers import AppendingCSVLogger
 from lit_diffusion.lab.compare.run_folders import (
     Run,
     collect_runs,
@@ -17,6 +18,7 @@ from lit_diffusion.lab.compare.run_folders import (
     read_run,
     select,
 )
+from lit_diffusion.lab.compare.sweep import PlannedRun
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -58,6 +60,15 @@ def test_a_curve_has_the_last_points_of_its_metric_that_were_measured_as_most_an
     assert [(p["step"], p["value"]) for p in run.points("val/fid_360")] == [(100, 4.5), (200, 4.0)]
     assert [r["value"] for r in run.repeats(last)] == [4.2, 4.3]
     assert run.points("val/fid_5k") == []
+
+
+def test_rows_that_were_logged_without_a_step_are_no_points():
+    logger = AppendingCSVLogger("a")
+    for step, loss in ((0, 3.0), (None, 2.0), (1, 1.0)):
+        logger.log_metrics({"val/loss": loss}, step=step)
+    points = read_run(Path("a")).points("val/loss")
+    assert [(p["step"], p["value"]) for p in points] == [(1, 3.0), (2, 1.0)]
+    assert PlannedRun("a", 0, Path("a"), (), max_steps=2).completed_steps() == 2
 
 
 def test_logs_grids_and_the_first_and_latest_config_are_read(folder):
