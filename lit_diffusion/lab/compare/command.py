@@ -31,25 +31,15 @@ each with the EMA width that is best for the arm.
 
 Open DIR/report.html. The same folder has report.md, the figures as PNG and the numbers as CSV.""",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or CSV files")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="only these arms (default: all)")
-    parser.add_argument(
-        "--out", default="report", metavar="DIR", help="folder of the report (default report)"
-    )
-    parser.add_argument(
-        "--baseline", metavar="ARM", help='default: the arm "baseline", else the first arm'
-    )
-    parser.add_argument(
-        "--target",
-        type=number,
-        metavar="FID",
-        help="FID to reach (default: the lowest that every seed of the baseline reached)",
-    )
-    parser.add_argument(
-        "--metric",
-        metavar="NAME",
-        help="metric, such as val/fid_360 if runs have several FIDs, or a loss such as val/loss",
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folders, or CSV files")
+    add("--arms", nargs="+", metavar="ARM", help="only these arms (default: all)")
+    add("--out", default="report", metavar="DIR", help="folder of the report (default report)")
+    add("--baseline", metavar="ARM", help='default: the arm "baseline", else the first arm')
+    text = "FID to reach (default: the lowest that every seed of the baseline reached)"
+    add("--target", type=number, metavar="FID", help=text)
+    text = "metric, such as val/fid_360 if runs have several FIDs, or a loss such as val/loss"
+    add("--metric", metavar="NAME", help=text)
     return parser
 
 

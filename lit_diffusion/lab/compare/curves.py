@@ -65,10 +65,6 @@ def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
 
     If some steps are upper bounds, the result is an upper bound. If some steps are lower bounds,
     the result is a lower bound. If both kinds of bounds occur, the result is unknown.
-
-    Example:
-        >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
-        > 2,000
     """
     bounds = {crossing.bound for crossing in crossings} - {Bound.EXACT}
     if len(bounds) > 1:
@@ -94,10 +90,6 @@ class Curve:
     Raises:
         ValueError: if lengths differ, if steps do not increase or are out of range, or if an FID is
             not positive.
-
-    Example:
-        >>> Curve("0", steps=(1000, 2000, 3000), fids=(16.0, 4.0, 5.0)).best
-        4.0
     """
 
     seed: str
@@ -169,13 +161,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ only in their seed: one curve per seed, at least one.
-
-    Example:
-        >>> curves = [Curve(str(seed), (100, 200), (8.0, 4.0 + seed)) for seed in range(3)]
-        >>> Arm("baseline", tuple(curves)).reached_by_all
-        6.0
-    """
+    """Runs that differ only in their seed: one curve per seed, at least one."""
 
     name: str
     curves: tuple[Curve, ...]
