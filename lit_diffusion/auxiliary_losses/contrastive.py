@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.auxiliary_losses.features import BlockFeatures
 from lit_diffusion.gaussian import expand_as
+from lit_diffusion.losses import UncertaintyLoss
 from lit_diffusion.protocols import NoisedBatch
 from lit_diffusion.timesteps import bin_of
 
@@ -17,9 +18,9 @@ class ContrastiveFlow:
     The term has the opposite sign of the training loss. `other_target` is the target that another
     image of the batch, with its own noise, would have at the same t. This image is drawn uniformly
     from the other images on the same device, and may have the same label, as in the authors' code.
-    W is the weight of the training loss, including `timestep_weight`. Use the term with
-    `DenoisingLoss` or `HybridLoss`, but not with `UncertaintyLoss`, because W does not contain the
-    learned weights of that loss.
+    W is the weight of the training loss, including `timestep_weight`. The training loss must be a
+    `DenoisingLoss` or `HybridLoss`, because W does not contain the learned weights of
+    `UncertaintyLoss`.
 
     The term biases the model. Let E[target] be the mean target over all images at time t. At the
     optimum, the network outputs
@@ -65,8 +66,14 @@ class ContrastiveFlow:
             batch: the images, noise and times of the forward pass.
 
         Raises:
-            ValueError: if the batch has only one image.
+            ValueError: if the batch has only one image, or if the training loss is
+                `UncertaintyLoss`.
         """
+        if isinstance(module.loss, UncertaintyLoss):
+            raise ValueError(
+                "ContrastiveFlow does not know the learned weights of UncertaintyLoss; choose "
+                "DenoisingLoss or HybridLoss."
+            )
         x0, noise = batch.x0, batch.noise
         if len(x0) < 2:
             raise ValueError("ContrastiveFlow needs at least 2 images per device, got 1.")

@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_diffusion.auxiliary_losses import ContrastiveFlow
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.losses import DenoisingLoss, HybridLoss, MinSNR, Simple
+from lit_diffusion.losses import DenoisingLoss, HybridLoss, MinSNR, Simple, UncertaintyLoss
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.parameterizations import (
     FDM,
@@ -264,6 +264,14 @@ def test_weights_of_times_are_those_of_the_training_loss():
     losses = module.per_sample_loss(*batch[:4])
     expected = (losses * torch.tensor([0.5, 0.5, 1.0, 4.0, 4.0])).mean()
     torch.testing.assert_close(loss.compute(module, batch), -0.1 * expected)
+
+
+def test_learned_weights_of_the_training_loss_are_refused():
+    loss = UncertaintyLoss(Simple(), num_features=4)
+    with pytest.raises(
+        ValueError, match="learned weights of UncertaintyLoss; choose DenoisingLoss"
+    ):
+        term_of(Z(SHAPE, 3).float(), noised_batch(tiny_diffusion()), loss=loss)
 
 
 def test_batches_of_one_image_are_refused():
