@@ -167,6 +167,7 @@ FILES = {
 NOT_CONCEPTS = {"BetaSchedule", "ConditionKind", "EmbeddedCondition"}  # protocols and a result
 NOT_CONCEPTS |= {"LabelEmbedding", "VectorEmbedding", "TokenEmbedding", "WordEmbedding"}
 NOT_CONCEPTS |= {"LossBasedDensity", "LossHistory", "NormalizedHistory"}
+NOT_CONCEPTS |= {"TimestepWriter", "Timesteps"}
 ELSEWHERE = {"codec": {"VAECodec": VAECodec}, "ema": {"EMA": EMA, "PowerEMA": PowerEMA}}
 
 

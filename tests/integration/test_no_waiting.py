@@ -19,7 +19,6 @@ from support.tiny_run import spec, write_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lit_diffusion.callbacks import finite_updates, progress, trainer_state
-from lit_diffusion.cli import last_checkpoint
 from lit_diffusion.conditioning import ClassLabels
 from lit_diffusion.gaussian import FixedLarge, LearnedRange
 from lit_diffusion.guidance import ClassifierFree
@@ -121,7 +120,7 @@ def watched(monkeypatch):
     wrap(monkeypatch, finite_updates._Unread, "is_skipped", let_through)
     wrap(monkeypatch, ClassLabels, "check", let_through)  # in the first batch alone on a GPU
     monkeypatch.setattr(finite_updates, "_DEFERRING_DEVICES", ("cpu",))
-    for file in (progress, last_checkpoint):
+    for file in (progress, trainer_state):
         monkeypatch.setattr(file, "may_read", trainer_state.should_log)
     norms = partial(trainer_state._has_infinite_norm, order=math.inf)  # a CPU has a faster way
     monkeypatch.setattr(finite_updates, "is_nonfinite", norms)
