@@ -1,6 +1,6 @@
 """Tables of docs/results/paper-at-its-regime.md.
 
-    python tests/benchmarks/regime_table.py docs/results/regime-*.csv
+    python tests/benchmarks/regime_table.py docs/results/regime-[0-9]*.csv
     python tests/benchmarks/regime_table.py docs/results/cifar10-pilot-*.csv
 
 The name of each file ends in its learning rate. For each learning rate and each pair of arms, the
