@@ -102,7 +102,7 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys, 
     capsys.readouterr()
     assert call(evaluate) == 2
     assert (
-        "run was trained on latents; add --reference DIR with a folder" in capsys.readouterr().err
+        "run was trained on latents; add --reference DIR with real images" in capsys.readouterr().err
     )
     check_edits()
     weights = Path("vae/diffusion_pytorch_model.safetensors")
