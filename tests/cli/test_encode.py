@@ -101,9 +101,8 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys, 
     Path("run/evaluations.jsonl").unlink()
     capsys.readouterr()
     assert call(evaluate) == 2
-    assert (
-        "run was trained on latents; add --reference DIR with real images" in capsys.readouterr().err
-    )
+    message = "run was trained on latents; add --reference DIR with real images"
+    assert message in capsys.readouterr().err
     check_edits()
     weights = Path("vae/diffusion_pytorch_model.safetensors")
     state = bytearray(weights.read_bytes())
