@@ -38,7 +38,7 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
     torch.distributed.broadcast_object_list(outcome)
     if outcome[1] is not None:
         raise outcome[1]
-    return outcome[0]
+    return outcome[0]  # type: ignore[no-any-return]
 
 
 def all_gather_objects(value: T) -> list[T]:
