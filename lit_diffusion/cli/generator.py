@@ -221,7 +221,9 @@ def build_solver(loaded: loading.LoadedModule, options: SamplingOptions) -> Any:
         arguments.append(f"--solver.steps={options.steps}")
 
     def build(*specs: dict[str, Any]) -> Any:
-        return loading.instantiate(specs, Solver, options.trust, "options", arguments, key="solver")
+        return loading.instantiate(
+            specs, Solver, options.trust, "--solver", arguments, key="solver"
+        )
 
     if spec["class_path"] == current["class_path"]:
         return build(current, spec)

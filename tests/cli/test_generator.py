@@ -61,6 +61,7 @@ def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
         "EulerAncestral, Heun, UniPC, or a class path",
         "--solver Heun --solver.stepz 3": "no argument 'stepz'. Did you mean 'steps'?",
         f"--solver '{{steps: {'9' * 5000}}}'": "--solver must be one of DDIM",
+        "--solver.steps=0": "--solver: steps must be at least 1, got 0",
         "--solver lit_diffusion.grids.Karras": "does not implement protocol Solver",
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
