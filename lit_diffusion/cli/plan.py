@@ -1,6 +1,6 @@
 """`lit-diffusion plan`: estimate memory, communication and arithmetic per rank with FSDP."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_diffusion.cli.options import Parser, add_trust, check_exists, integers, number
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> None:
     cost = measure_step(network, shape, batch)
     print(f"{type(network).__name__}: {cost.parameters:,} weights, {batch} images on each rank")
     print(f"{'ranks':28}" + "".join(f"{n:>10}" for n in ranks))
-    averages = _num_averages(trainer)
+    averages = _num_averages(config.get("trainer") or {} for config in configs)
     columns = [_plan(cost, n, precision, averages, args.bandwidth, args.tflops) for n in ranks]
     for name in columns[0]:
         print(f"{name:28}" + "".join(f"{column[name]:>10.4g}" for column in columns))
@@ -91,11 +91,15 @@ def _values(configs: Sequence[dict[str, Any]], part: str, name: str) -> list[Any
     return [values[name] for values in arguments if name in values]
 
 
-def _num_averages(trainer: dict[str, Any]) -> int:
-    """Number of weight averages of the callbacks in a config."""
+def _num_averages(trainers: Iterable[dict[str, Any]]) -> int:
+    """Number of weight averages of the callbacks, given `trainer` of each config, in order."""
+    callbacks: list[Any] = []
+    for trainer in trainers:
+        if "callbacks" in trainer:
+            callbacks = _as_list(trainer["callbacks"])
+        callbacks = [*callbacks, *_as_list(trainer.get("callbacks+"))]
     total = 0
-    callbacks = trainer.get("callbacks") or []
-    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+    for callback in callbacks:
         spec = callback if isinstance(callback, dict) else {"class_path": callback}
         name, arguments = str(spec.get("class_path")), spec.get("init_args") or {}
         if name.rpartition(".")[2] == "PowerEMA":
@@ -103,6 +107,11 @@ def _num_averages(trainer: dict[str, Any]) -> int:
         elif name.rpartition(".")[2] == "EMA":
             total += len(arguments.get("decays", (0.9999,)))
     return total
+
+
+def _as_list(callbacks: Any) -> list[Any]:
+    """Make a list of `trainer.callbacks` of a config, which may also be None or one callback."""
+    return callbacks if isinstance(callbacks, list) else [callbacks] * bool(callbacks)
 
 
 def _plan(

@@ -33,6 +33,15 @@ def test_averages_are_counted_under_long_and_short_names_of_their_classes(callba
     assert f"averages ({num})" in capsys.readouterr().out
 
 
+def test_callbacks_are_replaced_or_appended_as_in_fit(capsys):
+    write_config("EMA")
+    Path("more.yaml").write_text("trainer: {callbacks+: [EMA, StepSeed]}")
+    Path("other.yaml").write_text("trainer: {callbacks: [PowerEMA], callbacks+: EMA}")
+    for config, num in (("more", 2), ("other", 3)):
+        assert call(f"plan --config dit.yaml --config {config}.yaml") == 0
+        assert f"averages ({num})" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("option", ["--ranks 8,0", "--bandwidth 0", "--tflops -1"])
 def test_ranks_and_speeds_must_be_positive(option, capsys):
     write_config()
