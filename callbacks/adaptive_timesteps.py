@@ -34,7 +34,7 @@ def beta_log_density(parameters: Tensor, num_bins: int) -> Tensor:
 
     Returns:
         (num_bins,) float64: `(a - 1) * log(u) + (b - 1) * log(1 - u)` at the centers of the bins,
-        normalized.
+        plus the constant that makes the probabilities of the bins sum to 1.
 
     Example:
         >>> parameters = torch.tensor([2.0, 2.0]).expm1().log().double()
@@ -50,8 +50,9 @@ def beta_log_density(parameters: Tensor, num_bins: int) -> Tensor:
 def select_bins(reductions: Tensor, num: int) -> Tensor:
     """Select the bins whose reductions predict the sum over all bins best.
 
-    The reductions of these bins have the largest squared correlations with the sum. Therefore, they
-    also have the largest F-statistics in a linear regression of the sum on the reduction of a bin.
+    The selected bins are those whose reductions have the largest squared correlations with the sum
+    of the reductions of all bins. Therefore, the selected bins also have the largest F-statistics
+    in a linear regression of this sum on the reduction of one bin.
 
     Args:
         reductions: (n, num_bins) float64: how much each of n >= 2 updates reduced the term of each
@@ -84,13 +85,13 @@ class AdaptiveTimesteps(TimestepWriter):
     Beta density with the policy gradient (REINFORCE) of the rewards. An entropy term keeps the
     density from concentrating on a few noise levels.
 
-    The callback selects the terms whose reductions best predicted the reduction of the whole
-    objective in the last `queue_size` measurements. For this selection, each measurement computes
-    all terms for the first image of the batch. A measurement costs `2 * num_selected` forward
-    passes of the batch and `2 * num_bins` forward passes of one image, without gradients and in
-    eval mode. Each image has the same noise before and after the update. If gradients are
-    accumulated, only the last batch of the update is measured. Measurements do not change the
-    random numbers of training.
+    The callback selects the `num_selected` terms of the objective whose reductions best predicted
+    the reduction of the whole objective in the last `queue_size` measurements. Therefore, each
+    measurement also computes the terms of all bins for the first image of the batch. A measurement
+    costs `2 * num_selected` forward passes of the batch and `2 * num_bins` forward passes of one
+    image, without gradients and in eval mode. Each image has the same noise before and after the
+    update. If gradients are accumulated, only the last batch of the update is measured.
+    Measurements do not change the random numbers of training.
 
     The losses have no importance weights, so the training objective changes. All ranks share their
     rewards and use the same density. Checkpoints contain the state, so a resumed run continues
@@ -122,9 +123,10 @@ class AdaptiveTimesteps(TimestepWriter):
     density is the output of a network that sees the image. Here, all images share one density. The
     authors do not scale the rewards. Here, rewards are divided by their RMS, so that the effect of
     `entropy_weight` does not depend on the scale of the objective. In the authors' code, the
-    entropy is a part of the reward, so its effect vanishes near the uniform density. Three more
-    choices are ours: the selected bins are evenly spaced at the start, the density is uniform at
-    the start, and an image has the same noise before and after the update.
+    entropy is a part of the reward, so the effect of the entropy vanishes near the uniform density.
+    Here, the entropy is separate from the reward. Three more choices are ours: the selected bins
+    are evenly spaced at the start, the density is uniform at the start, and an image has the same
+    noise before and after the update.
 
     Example:
         >>> AdaptiveTimesteps(num_bins=4).density_at().tolist()
@@ -249,9 +251,10 @@ class AdaptiveTimesteps(TimestepWriter):
         self._is_loaded = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the density of the checkpoint, or of this callback's last fit of the module.
+        """Start with the density of the checkpoint, or with the uniform density.
 
-        If there is neither, start with the uniform density.
+        If no checkpoint is given and this callback's last fit trained the same module, continue
+        with the density of that fit.
         """
         super().on_fit_start(trainer, pl_module)
         require_denoising_loss(pl_module, "AdaptiveTimesteps")

@@ -38,7 +38,7 @@ def clts_gamma(step: int, num_steps: int) -> float:
 
     Args:
         step: optimizer steps completed.
-        num_steps: optimizer steps until the progress is 1.
+        num_steps: optimizer steps after which the progress of the curriculum is 1.
 
     Source: Eq. 8 of "Why diffusion models are stable and how to make them faster" (2023). The
     progress is clipped at 1, because a larger progress would make the density negative.

@@ -72,9 +72,9 @@ def warmup_decay(decay: float, n: int) -> float:
 
 
 def span_decay(decay: float, first: int, last: int, warmup: bool = False) -> float:
-    """Return the decay of one update that replaces the updates of steps `first` to `last - 1`.
+    """Return the product of the decays of steps `first` to `last - 1`.
 
-    The result is the product of the decays of these steps.
+    One update with this decay replaces the updates of these steps.
 
     Example:
         >>> span_decay(0.5, first=0, last=3)
@@ -323,7 +323,7 @@ class EMA(pl.Callback):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps since averaging started: the maximum over all optimizers."""
+        """Number of optimizer steps that this callback saw: the maximum over all optimizers."""
         return max([*self._idle_steps.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:

@@ -216,7 +216,7 @@ def require_generate(module: LightningModule, callback: str) -> None:
 
 
 def require_noise_levels(module: LightningModule, callback: str) -> None:
-    """Raise TypeError if the module does not have all that `protocols.HasNoiseLevels` lists."""
+    """Raise TypeError if the module lacks an attribute of `protocols.HasNoiseLevels`."""
     needed = ("per_sample_loss", "process", "codec", "num_classes")
     if lacking := [name for name in needed if not hasattr(module, name)]:
         raise TypeError(
@@ -263,7 +263,9 @@ def check_images(images: Tensor, num: int) -> None:
 
 
 def indexed_loader(loaders: Any) -> "tuple[DataLoader[Any], Any] | None":
-    """Return the first DataLoader whose samples can be indexed, and these samples, or None.
+    """Return the first DataLoader whose samples can be indexed, and its samples.
+
+    If there is no such DataLoader, the result is None.
 
     The function skips loaders of an IterableDataset, because it cannot be indexed. It also skips
     loaders with `batch_size=None`, because each item of their data sets is a whole batch. From a
@@ -282,8 +284,9 @@ def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageS
     """Return the images of "train", "val" or "test" from the data module or the Trainer's loader.
 
     The images come from the data module if it implements `metrics.images.HasSplits`. Otherwise,
-    they come from the Trainer's DataLoader of this split, where the argument `where` says how to
-    find them in a batch. The result is None if the Trainer has no such loader with indices.
+    they come from the Trainer's DataLoader of this split. In this case, the argument `where` says
+    how to find the images in a batch. The result is None if the Trainer has no DataLoader of this
+    split whose samples can be indexed.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasSplits):

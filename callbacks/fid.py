@@ -93,10 +93,11 @@ class FIDEvaluation(PeriodicEvaluation):
     Args:
         num_samples: number of samples to generate, >= 2. FIDs of different numbers of samples are
             not comparable.
-        extractor: feature extractor, and how images are resized for it: an `FIDProtocol`, or one of
-            the names "inception-v3-compat", "dinov2-vit-l-14", "clip-vit-b-32", "digits-cnn" and
+        extractor: the feature extractor, as an `FIDProtocol` or as one of the names
+            "inception-v3-compat", "dinov2-vit-l-14", "clip-vit-b-32", "digits-cnn" and
             "patches-cnn". You can also pass the path of a file that `lit-diffusion train-extractor`
-            has written. This file is copied to the run folder.
+            has written. This file is copied to the run folder. The extractor also determines how
+            images are resized.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
             folder of images, or an .npz file of images. If the images of a split are read from a
             DataLoader of the Trainer, they are augmented as the DataLoader's data set defines.
@@ -212,7 +213,7 @@ class FIDEvaluation(PeriodicEvaluation):
             raise ValueError(f"{both} write best-fid.ckpt: pass save_best=False to one of them.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compute statistics of real images. Drop the best FID if the settings have changed."""
+        """Compute statistics of real images. Drop the checkpoint's best FID if settings differ."""
         super().on_train_start(trainer, pl_module)
         self.image_count = start_image_count(trainer, self.image_count)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -453,7 +454,7 @@ class FIDEvaluation(PeriodicEvaluation):
 
     @property
     def state_key(self) -> str:
-        """Key of the state, with the number of samples, the weights and the extractor's hash."""
+        """Key of the callback's state, with the metric's name and the extractor's hash."""
         parts = {"metric": self.metric_name("val"), "extractor": self.protocol.sha256[:16]}
         return f"{type(self).__qualname__}{parts}"
 

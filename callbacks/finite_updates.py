@@ -149,9 +149,9 @@ class FiniteUpdates(pl.Callback):
 
     Raises:
         ValueError: if `max_nonfinite_steps` is negative. At the start of a fit, the error is also
-            raised if an optimizer computes several losses in one step (LBFGS), or if the strategy
-            does not support a `max_nonfinite_steps` above 0, because it splits weights over ranks
-            or updates weights in its own way.
+            raised if an optimizer computes several losses in one step (LBFGS). It is also raised if
+            `max_nonfinite_steps` is above 0 and the strategy splits weights over ranks or updates
+            weights in its own way.
         FloatingPointError: if too many updates are skipped, or if a checkpoint with non-finite
             weights would be saved.
 
@@ -326,9 +326,10 @@ class FiniteUpdates(pl.Callback):
     def confirm_updates(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, max_unread: int = 0
     ) -> None:
-        """Stop the run if the device skipped an update. Do not wait for the last `max_unread`.
+        """Stop the run if the device skipped an update.
 
-        Callbacks that read weights in `on_train_batch_end` should call this method first.
+        The last `max_unread` updates are not checked, so the host does not wait for them. Callbacks
+        that read weights in `on_train_batch_end` should call this method first.
         """
         while len(self._unread) > max_unread:
             if (update := self._unread.popleft()).is_skipped():

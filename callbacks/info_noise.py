@@ -27,9 +27,10 @@ class NoiseLevels(NamedTuple):
     """Noise levels of equal bins of u, each divided into `PARTS` equal parts.
 
     Attributes:
-        width: (num_bins, PARTS) float64 lengths of the parts in log SNR, within `SIGMA_RANGE`.
-        alpha: (num_bins, PARTS) float64 signal scales in the middle of the parts.
-        sigma: (num_bins, PARTS) float64 noise scales in the middle of the parts.
+        width: (num_bins, PARTS) float64 lengths of the parts of each bin, in log SNR. What lies
+            outside `SIGMA_RANGE` does not count.
+        alpha: (num_bins, PARTS) float64 signal scales in the middle of each part.
+        sigma: (num_bins, PARTS) float64 noise scales in the middle of each part.
     """
 
     width: Tensor
@@ -97,7 +98,7 @@ def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> 
         module: `DiffusionModule` with a `DenoisingLoss`.
         u: (B,) float64 noise levels in [0, 1).
         losses: (B,) losses at these noise levels.
-        step: optimizer steps before the losses were computed.
+        step: number of optimizer steps completed before the losses were computed.
 
     Returns:
         (B,) float64 errors. They are not finite where the loss has the weight 0.

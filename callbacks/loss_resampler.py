@@ -90,10 +90,10 @@ class LossBasedDensity(TimestepWriter):
         uniform_prob: fraction of noise levels that are sampled uniformly, in (0, 1].
 
     Raises:
-        ValueError: if an argument is invalid. At fit start, also if the module lacks an attribute
-            that the callback sets, or if the checkpoint has a different num_bins or history. During
-            training, also if other code has set an attribute that the callback sets, or if
-            training_step does not return "u" and "per_sample_loss".
+        ValueError: if an argument is invalid. At fit start, the error is also raised if the module
+            lacks an attribute that the callback sets, or if the checkpoint has a different num_bins
+            or history. During training, the error is also raised if other code has set such an
+            attribute, or if training_step does not return "u" and "per_sample_loss".
 
     Example:
         >>> class LastLoss(LossBasedDensity):
@@ -148,7 +148,10 @@ class LossBasedDensity(TimestepWriter):
         return torch.where(full, mixed, torch.ones_like(mixed))
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """Return the density of the losses so far, and its importance weight if it is written."""
+        """Return the density computed from the losses so far.
+
+        If the callback sets `timestep_weight`, also return the importance weights.
+        """
         self._state = self._state.to(device)
         density = self.density(self._state)
         is_reweighted = "timestep_weight" in self.writes
@@ -182,9 +185,10 @@ class LossBasedDensity(TimestepWriter):
         self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue the history of the checkpoint, or of this callback's last fit of the module.
+        """Start with the history of the checkpoint, or with an empty history.
 
-        If there is neither, start with an empty history.
+        If no checkpoint is given and this callback's last fit trained the same module, continue
+        with the history of that fit.
         """
         super().on_fit_start(trainer, pl_module)
         if not self._is_loaded and (trainer.ckpt_path is not None or pl_module is not self._module):

@@ -96,12 +96,13 @@ class MomentumDecay(pl.Callback):
 
     - beta1 and lr are changed only during the update. Schedulers, LearningRateMonitor, the training
       step and all checkpoints see the unchanged values.
-    - `step` is the number of calls of `optimizer.step()`, counted for each optimizer. If a
-      GradScaler skips an update, it calls `step()` of a fused optimizer, but not `step()` of other
-      optimizers. Therefore, a skipped update counts only for a fused optimizer.
+    - `step` is the number of calls of `optimizer.step()`, counted for each optimizer. An update
+      that a GradScaler skips counts for fused optimizers only, because a GradScaler calls `step()`
+      of a fused optimizer even in a skipped update.
     - Checkpoints contain total_steps and the number of steps of each optimizer. On resume,
-      total_steps=None uses the total_steps of the checkpoint. If this run has a different
-      total_steps, a warning is printed.
+      total_steps=None uses the total_steps of the checkpoint, and a number overrides it. A warning
+      is printed if the checkpoint's total_steps differs from that number or, with None, from the
+      length of the fit.
     - At the start of a batch, the beta1 and lr of the next update are logged as `mdlrc/beta1` and
       `mdlrc/lr`. If there are several optimizers or param groups, the names are
       `mdlrc/lr_optimizer1_group0` and so on.
@@ -155,7 +156,7 @@ class MomentumDecay(pl.Callback):
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """Return the options of a param group during the update after `step` completed updates."""
+        """Return a param group's changed options for the update after `step` completed updates."""
         beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:
@@ -324,7 +325,7 @@ class MomentumDecay(pl.Callback):
         return {"total_steps": self._total_steps, "steps": list(self._steps)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load total_steps and step counts. Lightning's lr finder also does this during a fit."""
+        """Load total_steps and step counts. Lightning's lr finder also calls this during a fit."""
         total: Any = state_dict.get("total_steps")
         steps: Any = state_dict.get("steps")
         numbers = [total, *steps] if isinstance(steps, list) else [None]

@@ -22,15 +22,15 @@ from lit_diffusion.files import check_regular
 
 
 class PowerEMA(EMA):
-    """EMA whose decay grows with the step, so that it averages over a fixed fraction of the run.
+    """EMA whose decay grows, so that it averages over a fixed fraction of the steps so far.
 
     At step n, each average becomes `d * average + (1 - d) * weight`, with
-    `d = (1 - 1 / n)**(gamma + 1)`. Steps are counted from 1, when averaging starts. The exponent
-    gamma is computed from the relative width of the average. To define this width, the share of
-    each step in the average is regarded as the probability of the step. The relative width is the
-    standard deviation of the step under these probabilities, divided by the number of steps so far.
-    Usual widths are 0.05 and 0.10. `weights(name)` accepts the names "power_<width>", and "ema" for
-    the first width.
+    `d = (1 - 1 / n)**(gamma + 1)`. The first step of the averaging is n = 1. The exponent gamma is
+    computed from the relative width of the average. To define this width, the share of each step in
+    the average is regarded as the probability of the step. The relative width is the standard
+    deviation of the step under these probabilities, divided by the number of steps so far. Usual
+    widths are 0.05 and 0.10. `weights(name)` accepts the names "power_<width>", and "ema" for the
+    first width.
 
     If a run averages with two widths and saves snapshots, you can reconstruct averages with other
     widths from a checkpoint and the snapshots of earlier steps. To do so, call
@@ -51,7 +51,8 @@ class PowerEMA(EMA):
     rounding errors are a larger fraction of this difference.
 
     Args:
-        widths: one or more relative widths, above 0 and below 0.289.
+        widths: one or more relative widths, above 0 and below 0.289. One average is stored for
+            each width.
         snapshot_every_n_steps: optimizer steps between snapshots of the averages. Snapshots are
             written to `ema-snapshots/` in the run folder, next to `checkpoints/`. None writes no
             snapshots.

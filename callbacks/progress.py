@@ -19,7 +19,8 @@ from lit_diffusion.callbacks.trainer_state import may_read, should_log, total_st
 def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]:
     """Format the speed and the remaining time of a process.
 
-    The finished units took `seconds`. The number of units left is inf if it is unknown.
+    `done` units have finished in `seconds`, and `left` units remain. If the number of remaining
+    units is unknown, pass `left=math.inf`.
 
     Example:
         >>> format_speed("image", 20, 80, seconds=40.0)

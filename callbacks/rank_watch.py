@@ -1,8 +1,8 @@
 """End all ranks if one rank fails, is killed or hangs, and print which rank it was.
 
 A thread of each rank writes heartbeats into the key-value store of the process group. Rank 0 reads
-the heartbeats of all ranks. If a rank has failed, rank 0 adds a message that names the failed rank
-to its own heartbeat. All ranks read the heartbeat of rank 0.
+the heartbeats of all ranks. If a rank has failed, the heartbeat of rank 0 contains a message that
+names the failed rank. All ranks read the heartbeat of rank 0.
 """
 
 import json
@@ -98,10 +98,10 @@ class Heartbeat:
 def find_culprit(ranks: dict[int, Heartbeat], now: float, timeout: float) -> str:
     """Return a message that names the rank that ended or blocked the run; "" if no rank did.
 
-    The function names a rank without recent heartbeats if there is one. Otherwise, it names a rank
-    for which other ranks wait in a collective. If there are several such ranks, it names the one
-    that has entered the fewest collectives. `RankWatch` describes `timeout`, and `now` is the time
-    in seconds on the clock of `Heartbeat.heard`.
+    If there is a rank without recent heartbeats, the function names this rank. Otherwise, it names
+    a rank that keeps other ranks waiting in a collective. If there are several such ranks, it names
+    the one that has entered the fewest collectives. `timeout` is that of `RankWatch`. `now` is the
+    time in seconds on the clock of `Heartbeat.heard`.
     """
     running = [beat for beat in ranks.values() if beat.state != "ended"]
     broken = any(beat.state == "lost" and now - beat.since > PATIENCE for beat in running)

@@ -206,11 +206,17 @@ class _MaxReducer:
         return maximum
 
     def reduce(self, number: int) -> int:
-        """Wait for the other ranks. Return the maximum over ranks, of this and the last call."""
+        """Wait for the other ranks, and return the maximum of `number` over ranks.
+
+        If the result of the previous `reduce_async` is still pending, the maximum includes it.
+        """
         return max(self.reduce_async(number), self._wait()) if self._group else number
 
     def close(self) -> None:
-        """Wait for the other ranks and destroy the group. If it stays open, torch may abort."""
+        """Wait for the other ranks, and destroy the process group.
+
+        If the process group stays open, torch may abort.
+        """
         if self._group is not None:
             self.reduce(0)
             dist.destroy_process_group(self._group)

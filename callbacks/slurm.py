@@ -15,10 +15,11 @@ _JOB_FILE = "slurm-job"
 
 
 def job_id() -> str | None:
-    """Return the id of this SLURM job, such as 7, or 7_2 for task 2 of the job array 7, or None.
+    """Return the id of this process's SLURM job; None outside SLURM.
 
-    SLURM's commands accept this id. The variable `SLURM_JOB_ID` alone is ambiguous, because in one
-    task of each job array it equals the id of the whole array.
+    Task 2 of the job array 7 has the id 7_2. SLURM's commands accept this id. The variable
+    `SLURM_JOB_ID` alone is ambiguous, because in one task of each job array it equals the id of the
+    whole array.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:
@@ -27,7 +28,7 @@ def job_id() -> str | None:
 
 
 def requeue_job(job: str, number: signal.Signals) -> str:
-    """Ask SLURM to requeue a running job after a signal. Return a sentence about the outcome.
+    """After a signal, ask SLURM to requeue a running job. Return a sentence about the outcome.
 
     After SIGTERM, the job is requeued only if SLURM preempts it. Otherwise, a user has sent the
     SIGTERM to stop this process. The job is then not requeued, because a requeue would interrupt

@@ -183,13 +183,14 @@ def should_log(trainer: pl.Trainer) -> bool:
 def may_read(trainer: pl.Trainer) -> bool:
     """Whether the host can read a value from the device without an additional wait.
 
-    On other devices than a CPU, this is so in steps that log metrics, which wait anyway.
+    A value on a CPU never needs a wait. On other devices, a step that logs metrics waits for the
+    device anyway.
     """
     return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
 
 
 def confirm_updates(trainer: pl.Trainer) -> None:
-    """Raise an error if the GPU has skipped an update that the host has not noticed. Collective.
+    """Raise an error if the GPU has skipped an update and the host has not noticed it. Collective.
 
     The callback FiniteUpdates lets the GPU skip non-finite updates, and the host may notice a skip
     only a few steps later. Therefore, call this function in `on_train_batch_end` before you
@@ -204,8 +205,8 @@ def confirm_updates(trainer: pl.Trainer) -> None:
 def logger_step(trainer: pl.Trainer) -> int:
     """Return the step that Lightning passes to loggers during a batch or the validation after it.
 
-    It is the number of earlier batches in which an optimizer stepped. In contrast, `global_step` is
-    the sum of the steps of all optimizers.
+    The step is the number of earlier batches in which an optimizer stepped. In contrast,
+    `global_step` is the sum of the steps of all optimizers.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
@@ -222,8 +223,8 @@ def stepped_batches(trainer: pl.Trainer) -> int:
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
     """Return the factor by which gradients are still scaled when an optimizer steps.
 
-    With a GradScaler and a fused optimizer, which unscales the gradients inside its own step, this
-    is the scale of the GradScaler. Otherwise, it is 1.
+    A fused optimizer unscales the gradients inside its own step. If the Trainer has a GradScaler
+    and the optimizer is fused, the factor is the scale of the GradScaler. Otherwise, it is 1.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -231,7 +232,10 @@ def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
 
 
 def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the checkpoint that the Trainer is restoring, or {}. You may modify it in place."""
+    """Return the checkpoint that the Trainer is restoring; {} if there is none.
+
+    You may modify the checkpoint in place.
+    """
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
@@ -362,10 +366,10 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def saves_split_tensors(module: pl.LightningModule | None) -> bool:
-    """Whether callbacks can save split tensors as they are, because each rank saves its own parts.
+    """Whether the strategy saves split tensors, so that callbacks need not gather them.
 
-    This is the case if the strategy has an attribute `saves_split_tensors` that is True.
-    Lightning's own strategies do not have this attribute.
+    The function returns True if the strategy has an attribute `saves_split_tensors` that is True.
+    Each rank then saves its own parts. Lightning's own strategies do not have this attribute.
     """
     trainer = getattr(module, "_trainer", None)
     return trainer is not None and getattr(trainer.strategy, "saves_split_tensors", False)
@@ -427,8 +431,9 @@ def _gather(value: Any, is_first: bool) -> Any:
 def reshard(module: nn.Module) -> None:
     """Free the gathered weights that FSDP2 keeps after a forward pass without a backward pass.
 
-    While FSDP2 keeps them, `parameters()` returns them, and the next forward pass uses them even if
-    the sharded weights have changed. A rank may call this function alone.
+    While FSDP2 keeps the gathered weights, `parameters()` returns them instead of the sharded
+    weights. The next forward pass uses them even if the sharded weights have changed. A rank may
+    call this function alone.
     """
     if _HAS_DISTRIBUTED:
         for part in module.modules():

@@ -25,9 +25,9 @@ class BatchAssignment:
     """Assigns the noise of a batch to its images so that the total cost is as low as possible.
 
     With `cost="squared"`, this is minibatch optimal transport. With `cost="distance"`, it is
-    immiscible diffusion. The assignment is exact, and is computed on the CPU in O(B**3). On a GPU,
-    each step therefore waits for the device. If an image has a NaN or infinite value, the noise is
-    not permuted.
+    immiscible diffusion. The assignment is exact, and is computed on the CPU in O(B**3). If the
+    images are on a GPU, each training step therefore synchronizes the CPU with the GPU. If an image
+    has a NaN or infinite value, the noise is not permuted.
 
     The noise is permuted among the images on one device, and each noise is used once. The authors
     of immiscible diffusion permute the noise among the images on all devices. The code of the

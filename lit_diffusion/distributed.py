@@ -51,10 +51,11 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Compute the L2 norm over all entries of all tensors, in their widest dtype, at least float32.
+    """Compute the L2 norm over all entries of all tensors.
 
-    If a tensor is a DTensor (FSDP2), the norm includes its entries on all ranks, and every rank
-    must call this function. Without DTensors, the ranks do not communicate.
+    The dtype of the norm is the widest dtype of the tensors, and at least float32. If a tensor is
+    a DTensor (FSDP2), the norm includes its entries on all ranks, and every rank must call this
+    function. Without DTensors, the ranks do not communicate.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])

@@ -5,8 +5,8 @@ The profile p is the density
 
     p(tau) = (gamma + 1) * tau**gamma / t**(gamma + 1).
 
-Users choose the relative width of the profile, from which gamma is computed. The relative width is
-the standard deviation of tau under the density p, divided by t.
+Users choose the relative width of the profile, and gamma is computed from this width. The relative
+width is the standard deviation of tau under the density p, divided by t.
 """
 
 from collections.abc import Sequence

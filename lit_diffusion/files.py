@@ -39,7 +39,7 @@ _KINDS = {
 
 
 def user_cache() -> Path:
-    """Return `$XDG_CACHE_HOME/lit-diffusion`, or `~/.cache/lit-diffusion` without the variable."""
+    """Return `$XDG_CACHE_HOME/lit-diffusion`, by default `~/.cache/lit-diffusion`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit-diffusion"
 
 
@@ -178,7 +178,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def walk_files(root: str | Path) -> Iterator[str]:
-    """Yield all files below a folder, sorted, without hidden ones and links to a parent folder.
+    """Yield all files below a folder in sorted order, except hidden files.
+
+    Hidden folders are skipped, and so is a link to a folder that contains the link.
 
     Raises:
         OSError: if a folder cannot be read.

@@ -151,8 +151,8 @@ class FixedSmall:
 class FixedLarge:
     """Reverse steps with the variance of `q(x_t | x_s)`, which is optimal for standard normal data.
 
-    The step to the clean image is an exception. As in improved-diffusion, its log-variance is
-    `Posterior.log_variance`.
+    The step to the clean image has the log-variance `Posterior.log_variance` instead, as in
+    improved-diffusion.
 
     Source: Ho et al. 2020 (DDPM), section 3.2; Nichol & Dhariwal 2021 (improved-diffusion).
 

@@ -28,8 +28,8 @@ class ClassifierFree:
     """Classifier-free guidance: extrapolates from the unconditional to the conditional prediction.
 
     One batched call of the network computes the conditional and the unconditional prediction. If
-    the network learns the variance, the conditional variance is used without guidance. A solver
-    that clips x0 clips the guided x0.
+    the network learns the variance, the variance of the conditional prediction is used, and
+    guidance does not change it. A solver that clips x0 clips the guided x0.
 
     Args:
         scale: factor on the difference between the predictions. With 0, samples are unconditional.

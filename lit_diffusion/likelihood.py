@@ -155,10 +155,11 @@ def flow_bits_per_dim(
         denoise: the model, which must be differentiable.
         process: forward process.
         x0: (B, C, H, W) real numbers in [-1, 1].
-        times: grid without times of pure noise. The flow starts with x0 as x_t at the least noisy
-            time. At the noisiest time, x_t is assumed to have the distribution of the prior.
-        steps: number of times in the grid, without the clean time. The cost is `4 * (steps - 1)`
-            function evaluations.
+        times: grid without times of pure noise. The flow starts at the least noisy time, with
+            `x_t = x0`. It ends at the noisiest time, where x_t is assumed to have the distribution
+            of the prior.
+        steps: number of times in the grid. The clean time is not counted. The cost is
+            `4 * (steps - 1)` function evaluations.
         probes: number of random vectors v with entries +-1. The divergence of the flow is estimated
             as the mean of `v^T J v`, where J is the Jacobian of the flow. None computes the exact
             trace of J, with one backward pass per dimension.

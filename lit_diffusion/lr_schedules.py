@@ -66,8 +66,8 @@ class WarmupInverseSqrt(WarmupConstant):
 
     Args:
         optimizer: optimizer that was created with the full lr.
-        reference_steps: optimizer step after which the lr falls. It is half of the full lr at four
-            times this step.
+        reference_steps: optimizer step after which the lr falls. At four times this step, the lr is
+            half of the full lr.
         warmup_steps: number of optimizer steps in the warm-up.
 
     Raises:

@@ -97,8 +97,9 @@ class MuonAdamW(Optimizer):
             module: the network, or a module that contains it.
 
         Raises:
-            ValueError: if no network in the module lists its blocks, or if matrices are split over
-                ranks.
+            ValueError: if the optimizer has no matrix of a hidden layer, for example because no
+                network in the module lists its blocks. The error is also raised if matrices are
+                split over ranks.
         """
         hidden = {id(weight) for weight in hidden_matrices(module)}
         muon, adamw = self.param_groups[:2]
@@ -121,7 +122,7 @@ class MuonAdamW(Optimizer):
         """Update the weights.
 
         Args:
-            closure: function that computes the gradients and returns the loss, or None.
+            closure: None, or a function that computes the gradients and returns the loss.
 
         Returns:
             The result of the closure.

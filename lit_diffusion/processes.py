@@ -189,7 +189,7 @@ class DiscreteVP:
             in improved-diffusion.
 
     Raises:
-        ValueError: if a beta is outside (0, 1). Only the last beta may be 1.
+        ValueError: if a beta is outside (0, 1). As an exception, the last beta may be 1.
 
     Source: Ho et al. 2020 (DDPM), Eq. 4; Nichol & Dhariwal 2021 for `rescale_labels`.
 

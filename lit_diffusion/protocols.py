@@ -35,10 +35,10 @@ class Denoised(NamedTuple):
     Attributes:
         x0: (B, C, H, W) estimate of the clean image.
         noise: (B, C, H, W) estimate of the noise, with `x_t = alpha * x0 + sigma * noise`.
-        logvar_frac: (B, C, H, W) learned log-variance of the reverse step, on a linear scale. On
-            this scale, 0 is the logarithm of the posterior variance, and 1 is the logarithm of
-            beta, which is the variance of `q(x_t | x_s)`. None if the network does not learn the
-            variance.
+        logvar_frac: (B, C, H, W) learned log-variance of the reverse step from t to s, on a linear
+            scale. On this scale, 0 is the logarithm of the posterior variance, and 1 is the
+            logarithm of beta, which is the variance of `q(x_t | x_s)`. None if the network does not
+            learn the variance.
         shift: (B, C, H, W) gradient of a classifier. `DDPM` adds `variance * shift` to the mean of
             each reverse step. None without `ClassifierShift`.
 
@@ -328,7 +328,7 @@ class AuxiliaryLoss(Protocol):
         """
 
     def compute(self, module: Any, batch: NoisedBatch, /) -> Tensor:
-        """Compute the scalar term of a batch, right after the network has processed the batch.
+        """Compute the loss term, a scalar, right after the network has processed the batch.
 
         Args:
             module: the `DiffusionModule` that is trained.
@@ -450,8 +450,8 @@ class Codec(Protocol):
 
     A codec may have a method `encode_for_training(images)`, which training steps call instead of
     `encode`. For a VAE, this method draws a random latent. A codec with weights has an attribute
-    `sha256`, the checksum of the weights, which checkpoints store. If a data module provides
-    latents, its attribute `vae_sha256` must equal the `sha256` of the codec.
+    `sha256`, the checksum of its weights. Checkpoints store this checksum. If a data module
+    provides latents, its attribute `vae_sha256` must equal the `sha256` of the codec.
     """
 
     @property
@@ -475,7 +475,7 @@ class Codec(Protocol):
 class NormalizesWeights(Protocol):
     """A network whose weights must be normalized after every optimizer step.
 
-    `DiffusionModule` registers a hook of the optimizer, which calls the method after each step.
+    `DiffusionModule` calls `normalize_weights` in a hook of the optimizer, after each step.
 
     Example:
         >>> from lit_diffusion.networks.magnitude_preserving import MagnitudePreservingUNet

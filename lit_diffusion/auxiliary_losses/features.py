@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def find_block(network: nn.Module, name: str) -> nn.Module:
-    """Return the block of a network that has this name, such as "blocks.3" or "middle_block".
+    """Return the block `name` of a network, such as "blocks.3" or "middle_block".
 
     Raises:
         ValueError: if the network has no block of this name.
@@ -40,7 +40,8 @@ def feature_grid(output: Tensor, network: nn.Module) -> Tensor:
         (B, h, w, D) features.
 
     Raises:
-        ValueError: if there is not one token for each patch, as in blocks that skip some tokens.
+        ValueError: if the output does not have one token for each patch, as in a block that some
+            tokens skip (see `networks.routing`).
 
     Example:
         >>> from lit_diffusion.networks.dit import DiT

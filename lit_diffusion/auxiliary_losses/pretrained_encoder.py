@@ -42,9 +42,9 @@ class PretrainedEncoder(nn.Module):
             16x16 grid, like the patches of a DiT with patch_size=2 on the latents.
 
     Raises:
-        ValueError: if a numeric argument is not positive. In the first training step, also if
-            width, image size or data do not fit the encoder, or if the weights of the encoder have
-            changed since the run that is resumed.
+        ValueError: if a numeric argument is not positive. In the first training step, the error is
+            also raised if width, image size or data do not fit the encoder, or if the run that is
+            resumed was trained with other weights of the encoder.
         FileNotFoundError: in the first training step, if a file is missing.
         ModuleNotFoundError: in the first training step, if transformers is not installed.
 

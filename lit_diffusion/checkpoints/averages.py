@@ -57,7 +57,8 @@ def select_weights(
         path: path of the checkpoint. Snapshots are read from its run folder.
 
     Returns:
-        The full name of the weights, and the averages by parameter name, which are {} for "raw".
+        The full name of the weights, and a dictionary from parameter name to average. For "raw",
+        the dictionary is empty.
 
     Raises:
         ValueError: if the checkpoint does not have the requested weights. The message lists the
@@ -159,10 +160,10 @@ def delete_snapshots_after(folder: Path, step: int) -> int:
 def reconstruct_average(
     folder: Path, width: float, step: int, last: Averages, hashes: Mapping[int, str]
 ) -> dict[str, Tensor]:
-    """Reconstruct the average with a given relative width after `step` updates, by name.
+    """Reconstruct the average with a given relative width after `step` updates.
 
-    The result is a linear combination of averages with other widths: the averages after `step`
-    updates, and the averages in earlier snapshots.
+    The average is a linear combination of averages with other widths: the averages after `step`
+    updates, and the averages in earlier snapshots. The result has one tensor per parameter name.
 
     Args:
         folder: folder of the snapshots.

@@ -83,8 +83,8 @@ def load(
 
     Raises:
         FileNotFoundError: if there is no checkpoint at `path`.
-        ValueError: if the checkpoint is damaged, contains code, has a different architecture, or
-            does not have the requested weights.
+        ValueError: if the checkpoint is damaged, contains code, or does not have the requested
+            weights, or if its weights do not fit the module.
 
     Example:
         >>> images = load("digits").generate(range(4))  # seed s gives class s % 10

@@ -131,9 +131,9 @@ def _explain_read_errors(path: Path) -> Iterator[None]:
 
 
 def read_step(path: str | Path) -> int:
-    """Read after how many optimizer steps a checkpoint was written, without its tensors.
+    """Return the number of optimizer steps after which a checkpoint was written.
 
-    The result is -1 if the step is unknown.
+    The tensors of the checkpoint are not read. The result is -1 if the step is unknown.
     """
     try:
         file = Path(path) / "meta.pt" if is_checkpoint_folder(Path(path)) else Path(path)
@@ -145,7 +145,7 @@ def read_step(path: str | Path) -> int:
 
 
 def check_content(checkpoint: Any) -> None:
-    """Raise ValueError unless a checkpoint has a state_dict, and entries of the expected types.
+    """Raise ValueError if a checkpoint has no state_dict, or if an entry has an unexpected type.
 
     The message gives the reason, and callers add the path.
     """
@@ -217,10 +217,11 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
-    """Context that raises a ValueError if a module gets far more parameters than a state_dict has.
+    """Context that raises ValueError if a network built in it has far more parameters than `state`.
 
     A malicious checkpoint can describe a network that needs more memory than the machine has.
-    Therefore, the context counts parameters as a module registers them.
+    Therefore, the context counts each parameter when a module registers it, and raises the error
+    before the whole network is built.
     """
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     # The limits are loose, because parametrizations and replaced layers register parameters again.
@@ -265,7 +266,8 @@ def number_kind(tensor: Tensor) -> tuple[bool, bool, bool]:
 def explain_unreadable(error: Exception) -> str:
     """Explain an error of torch.load in a clause that follows the name of the file.
 
-    The original message is not shown, because it advises users to run the code in the file.
+    If the file may contain pickled code, the message of torch.load is not shown, because it advises
+    users to run this code.
     """
     message = str(error)
     if pickled := re.search(r"GLOBAL ([\w.]+)", message):

@@ -75,7 +75,10 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a folder from all ranks, or a file from rank 0. If it fails, the old one stays."""
+        """Write a folder from all ranks, or a file from rank 0.
+
+        If writing fails, an existing checkpoint at the path stays as it was.
+        """
         if self.saves_split_tensors:
             write_folder(checkpoint, Path(self.broadcast(filepath)))
         elif self.global_rank == 0:  # Lightning would first delete a folder at this path

@@ -32,8 +32,8 @@ def plan_shards(
 ) -> LatentIndex:
     """Write the index of a folder of latents, or check that the existing index fits.
 
-    If `flips` is set, but the existing index has no flips, they are added to it. Latents from other
-    images, from another VAE or with another `shard_size` raise a ValueError.
+    If `flips` is set, but the existing index has no flips, flips are added to the index. Latents
+    from other images, from another VAE or with another `shard_size` raise a ValueError.
     """
     require_at_least(1, shard_size=shard_size)
     codec.encoded_shape(images.image_shape)

@@ -55,8 +55,8 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
     """Generate images, unless a folder of images is passed, and score them.
 
     Returns:
-        A record for JSON: the scores of `score_features`, the FID of real images in place of
-        samples (`fid_floor`), auxiliary metrics, and how the images were generated.
+        A record for JSON: the scores of `score_features`, an FID that is computed with real images
+        instead of samples (`fid_floor`), auxiliary metrics, and how the images were generated.
     """
     sampling = options.sampling
     device = usable_device(sampling.device)

@@ -64,7 +64,10 @@ def run_request(request: Request) -> None:
 
 
 class RunCLI(LightningCLI):
-    """LightningCLI whose runs have a run folder. A fit locks its folder until `stack` is closed."""
+    """LightningCLI whose runs have a run folder.
+
+    A fit locks its run folder. The lock is released when the ExitStack `stack` is closed.
+    """
 
     def __init__(self, request: Request, stack: ExitStack) -> None:
         self.request = request

@@ -97,8 +97,8 @@ class ImageGenerator:
 def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGenerator:
     """Load a checkpoint, and set the solver and guidance of the options.
 
-    If `check` is set, the solver, process, guidance and loss must fit each other. Otherwise, the
-    caller will replace the solver.
+    With `check=True`, a solver or guidance of the options that does not fit the module raises
+    ValueError. Callers that will replace the solver pass `check=False`.
     """
     assert options.checkpoint is not None
     device = usable_device(options.device)
@@ -180,7 +180,10 @@ SOLVERS = {name.lower(): name for name in solvers.__all__}
 
 
 def parse_solver(text: str) -> dict[str, Any]:
-    """Class path and arguments of a solver: YAML, a class path, or a name in any case."""
+    """Parse the value of --solver, and return the class path and arguments of the solver.
+
+    The value is YAML, a class path, or the name of a solver. The case of the name is ignored.
+    """
     spec = {"class_path": text}
     if text.lstrip().startswith("{"):
         with suppress(yaml.YAMLError, ValueError):  # also an integer of thousands of digits
@@ -207,11 +210,11 @@ def trained_solver(loaded: loading.LoadedModule) -> dict[str, Any]:
 def build_solver(loaded: loading.LoadedModule, options: SamplingOptions) -> Any:
     """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
-    Arguments that are not set come from the solver in the checkpoint. If --solver names a class
-    different from the one in the checkpoint, the new solver takes only `steps`, `clip` and `times`
-    from the checkpoint, as far as it has these arguments. If the new class is DDPM and no variance
-    is set, the variance is `LearnedRange` for a loss that trains the variance, and `FixedSmall`
-    otherwise.
+    Arguments that are not set come from the solver in the checkpoint. If --solver names a different
+    class, only `steps`, `clip` and `times` come from the checkpoint. Those that the new class does
+    not have are left out. If the new class is DDPM and no variance is set, the loss determines the
+    variance: `LearnedRange` for a loss that trains the variance, and `FixedSmall` for any other
+    loss.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)

@@ -1,4 +1,4 @@
-"""Run the command `lit-diffusion`. It imports only the module of the chosen subcommand."""
+"""The command `lit-diffusion`, which imports only the module of the chosen subcommand."""
 
 import os
 import select
@@ -49,8 +49,9 @@ MISTAKES = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code (see docs/command-line.md).
 
-    The code is 0 for success, 1 for a failure, 2 for a mistake of the user, 75 if a signal stopped
-    a run that has been saved and should be restarted, and 128 + n if signal n stopped the command.
+    The exit code is 0 for success, 1 for a failure, and 2 for a mistake of the user. It is 75 if a
+    signal stopped a run that has been saved and should be restarted. It is 128 + n if signal n
+    stopped the command.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller, as by >&-

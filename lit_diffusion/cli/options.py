@@ -389,7 +389,7 @@ def _two_numbers(text: str) -> tuple[float, float]:
 
 
 def set_float32_precision(name: str | None) -> None:
-    """Set the precision of float32 matrix products and convolutions on CUDA, unless None.
+    """Set the precision of float32 matrix products and convolutions on CUDA. None changes nothing.
 
     "ieee" has a mantissa of 23 bits, and "tf32", which is faster, 10 bits.
     """

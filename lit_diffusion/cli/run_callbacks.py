@@ -66,7 +66,7 @@ def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Ca
 def dropped_callbacks(configs: Mapping[str, Any]) -> list[str]:
     """Return a message for each config that drops callbacks of earlier configs.
 
-    A config does so if it lists callbacks under the key `callbacks`, not `callbacks+`.
+    The key `callbacks` of a config replaces earlier callbacks. The key `callbacks+` adds to them.
 
     Args:
         configs: contents of the config files by path, in the order of the command line.
@@ -169,7 +169,8 @@ def apply_callback_options(
 ) -> list[dict[str, Any]]:
     """Apply options to the callbacks of a config, which are dicts of class_path and init_args.
 
-    The dicts are changed in place. The returned list lacks the callbacks that options remove.
+    Options that set an argument change the dicts in place. If an option removes a callback, the
+    returned list does not contain it.
     """
     callbacks = list(callbacks)
     for name, argument, text in options:

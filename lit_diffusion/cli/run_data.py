@@ -29,8 +29,8 @@ def read_data_settings(
 ) -> tuple[list[dict[str, Any]], str]:
     """Read the `data` sections of `configs`, or of the run's config if there are no `configs`.
 
-    Also return the paths of the configs as text for messages. Without `configs`, a checkpoint that
-    is in no run folder with a config raises a ValueError.
+    Also return the paths of the configs as text for messages. A ValueError is raised if there are
+    no `configs` and the checkpoint is in no run folder with a config.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     file = latest_config(root) if root else None
@@ -104,9 +104,9 @@ def real_images(
 def protocol_of_run(checkpoint: str | None) -> str:
     """Name of a run's FID protocol, from its last evaluation or else from its config.
 
-    If the user trained the feature extractor, the name is the path of the extractor's copy in the
-    run folder, and never a path outside the run folder. Without evaluations, the extractor in the
-    config must be shipped with lit-diffusion, or have exactly one copy in the run folder.
+    If the run folder contains a copy of the feature extractor, the name is the path of this copy.
+    The name is never a path outside the run folder. If the run has no evaluations, the extractor
+    in its config must be shipped with lit-diffusion, or have exactly one copy in the run folder.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:

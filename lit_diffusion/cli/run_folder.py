@@ -68,9 +68,9 @@ class Request:
 
 
 def read_command_line(argv: Sequence[str]) -> Request:
-    """Find the run folder and the checkpoint of a command line: the command, then its options.
+    """Find the run folder and the checkpoint of a command line.
 
-    The run folder is, in this order of precedence:
+    `argv` is the command, followed by its options. The run folder is, in this order of precedence:
 
     - the option --trainer.default_root_dir;
     - `trainer.default_root_dir` of a config. If a previous run wrote this config, the run folder is
@@ -213,7 +213,7 @@ def latest_config(root: Path) -> Path | None:
 
 
 def next_config(root: Path) -> Path:
-    """Return the path for a new config, which overwrites no earlier config of the run."""
+    """Return the path for a new config that does not overwrite an earlier config of the run."""
     if traces(root):
         return root / f"config.resume-{len(_resume_configs(root)) + 1}.yaml"
     return root / "config.yaml"
@@ -227,7 +227,8 @@ def _resume_configs(root: Path) -> list[Path]:
 def traces(root: Path) -> list[Path]:
     """Files that show that a folder contains a run: curves, scores and checkpoints.
 
-    If the only such file is a metrics.csv that records nothing but non-finite steps, return [].
+    If the only such file is a metrics.csv that records nothing but non-finite steps, the result is
+    [], as for a folder without a run.
     """
     curves = root / "metrics.csv"
     min_lines = {curves: 2, root / "evaluations.jsonl": 1}
@@ -279,10 +280,10 @@ def refuse_mixing(request: Request) -> None:
 
 @contextmanager
 def occupied(root: Path) -> Iterator[None]:
-    """Context that creates a run folder and locks it; InUse if another process trains into it.
+    """Context that creates a run folder and locks it.
 
-    The file lock is released when the process ends for any reason. It applies across nodes if the
-    file system supports locks.
+    The context raises InUse if another process trains into the folder. The file lock is released
+    when the process ends for any reason. It applies across nodes if the file system supports locks.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,10 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(metric, text) for each FID metric: the last FID, the best, and that of real images."""
+    """Return a pair (metric, text) for each FID metric.
+
+    The text contains the last FID, the best FID, and the FID of real images.
+    """
 
     def number(value: float | None) -> str:
         return "NaN" if value is None else f"{value:.4g}"

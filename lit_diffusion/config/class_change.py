@@ -17,12 +17,14 @@ def drop_arguments_of_other_class(previous: Any, spec: Any) -> str | None:
     as `MeanFlow` after `DiffusionModule`, the arguments stay.
 
     Args:
-        previous: class path and arguments in the earlier configs and options; None without any.
+        previous: class path and arguments in the earlier configs and options; None if these name no
+            class.
         spec: class path and arguments in the later config or option.
 
     Returns:
-        A message that lists the removed arguments that the new class also has, unless `spec` sets
-        them or their value is the default of the new class. None if there are none.
+        A message that lists the removed arguments that the new class also has. Arguments that
+        `spec` sets are left out, and so are arguments whose removed value is the default of the new
+        class. None if no argument remains.
     """
     if not previous or not previous.get("class_path") or "init_args" not in previous:
         return None

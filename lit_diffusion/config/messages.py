@@ -16,8 +16,9 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
 
     The message of jsonargparse is long, because it lists all alternatives for each nested class.
     This function takes the cause from the innermost exception, and the key from the exceptions
-    around it. An exception that a check of this library has raised is complete, so its own cause is
-    left out. For an unknown option, the function suggests the closest of the names `options`.
+    around it. If a check of this library raised an exception, its message is complete, so the
+    function does not look for causes of this exception. For an unknown option, the function
+    suggests the closest of the names `options`.
     """
     chain: list[BaseException] = []  # the error and its causes, the outermost first
     cause: BaseException | None = error
@@ -88,10 +89,10 @@ SYNONYMS = {"checkpoint": "ckpt_path", "ckpt_path": "checkpoint", "train": "fit"
 
 
 def suggest(name: str, names: Iterable[str], rule: str) -> str:
-    """Return the message `rule` about a wrong name, with the closest of the valid `names`.
+    """Return the message `rule` about a wrong `name`, with the closest of the valid `names`.
 
-    The case is ignored. If no name is close, the message lists all names, unless there are more
-    than 30.
+    The comparison ignores case. If no name is close and there are at most 30 names, the message
+    lists them all.
     """
     names = list(names)
     in_lower_case = {each.lower(): each for each in names}

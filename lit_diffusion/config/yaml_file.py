@@ -56,10 +56,10 @@ def read_yaml(path: str | Path) -> Any:
 
 
 def refuse_files(value: Any, source: Path) -> None:
-    """Raise ValueError if a setting is the path of a config or pipe, which jsonargparse would open.
+    """Raise ValueError if a setting is the path of a config or of a pipe.
 
-    A relative path may be relative to the current folder or to the folder of `source`, the file of
-    the settings.
+    jsonargparse would open such a file. `source` is the file that contains the settings. A relative
+    path in a setting may be relative to the current folder or to the folder of `source`.
     """
     for part in value.values() if isinstance(value, dict) else value:
         if isinstance(part, dict | list):

@@ -115,7 +115,7 @@ class ImageDataModule(LightningDataModule):
         """
 
     def pending_setup(self) -> str | None:
-        """Return a clause that names the files that `check` will download or unpack, if any."""
+        """Return a clause that announces what `check` will download or unpack; None if nothing."""
         return None
 
     def default_workers(self) -> int:

@@ -94,7 +94,9 @@ class DigitWords(Words):
 
 
 class DescribedDigits(Digits):
-    """`Digits` with descriptions instead of labels: word ids (B, 4) int64 from `DigitWords`.
+    """`Digits` with descriptions instead of labels.
+
+    A batch contains the descriptions as word ids (B, 4) int64 (see `DigitWords`).
 
     Example:
         >>> images, words, index = next(iter(DescribedDigits(batch_size=4).val_dataloader()))
@@ -118,7 +120,7 @@ class DescribedDigits(Digits):
 
 
 def number_descriptions(images: Tensor, classes: Tensor) -> Tensor:
-    """Return the index (N,) in `DESCRIPTIONS` of each digit, an image uint8 (N, 1, 8, 8)."""
+    """Return indices (N,) in `DESCRIPTIONS`, one for each of the images (N, 1, 8, 8) uint8."""
     ink, slant = (
         torch.bucketize(values, boundaries)
         for values, boundaries in zip(measure_ink_and_slant(images), _terciles(), strict=True)

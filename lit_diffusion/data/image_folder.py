@@ -224,7 +224,7 @@ class ImageFileDataModule(CroppedImageDataModule):
             check_images(self._listing(folder), requirements, self.cache, self.default_workers())
 
     def load(self, split: Split) -> FileImages:
-        """Open a split without augmentation, after checking files that were not checked before."""
+        """Check files that were not checked before, and open a split without augmentation."""
         self.check()
         return FileImages(**self.crop_options(), listing=self.select(split))
 

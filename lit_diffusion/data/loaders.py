@@ -76,7 +76,7 @@ def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
 
 
 class ResumableLoader(DataLoader[Any]):
-    """DataLoader that skips the batches of an epoch that were trained on before a resume.
+    """DataLoader that, after a resume, skips the batches of the epoch that are already done.
 
     A resumed Trainer knows the number of batches to skip, but an ordinary loader would start the
     epoch again.

@@ -49,9 +49,9 @@ class FIDRecord:
             again with different samples.
         labels: rule that maps seeds to labels; None for unconditional sampling.
         sampling: solver, steps, guidance and other settings from `module.sampling_record()`.
-        floor: real-data floor, which is the FID of real images in place of samples, averaged over
-            random draws of these images.
-        floor_sd: standard deviation of this FID over the draws; None for a single draw.
+        floor: real-data floor, the FID of real images that take the place of the samples. If these
+            images are drawn several times, it is the mean FID of the draws.
+        floor_sd: standard deviation of the FID over the draws; None for a single draw.
         floor_images: description of the real images with which the floor was measured.
         non_finite: number of samples that contain NaN or infinity.
         non_finite_seeds: seeds of the first few of these samples.
@@ -142,10 +142,11 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 
 
 class ImageCount(NamedTuple):
-    """Count of training images over all processes, valid even if a resume changes the batch size.
+    """Counts the training images of all processes, even if a resume changes the batch size.
 
-    When each process has trained on `batches` batches, the count is `images`. After that, each
-    further batch on all processes adds `per_batch` images. An unknown number is None.
+    The count is `images` when each process has trained on `batches` batches. After that, it grows
+    by `per_batch` each time that every process trains on one more batch. `images` and `per_batch`
+    are None if they are unknown.
 
     Example:
         >>> ImageCount(images=1000, batches=10, per_batch=64).at(batches=12)
@@ -157,7 +158,10 @@ class ImageCount(NamedTuple):
     per_batch: int | None
 
     def at(self, batches: int) -> int | None:
-        """Return the count after each process has trained on `batches` batches in this run."""
+        """Return the number of training images when each process has trained on `batches` batches.
+
+        `batches` includes the batches before a resume. The result is None if it is unknown.
+        """
         if self.images is None or self.per_batch is None:
             return None
         return self.images + (batches - self.batches) * self.per_batch

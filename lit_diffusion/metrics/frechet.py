@@ -15,7 +15,8 @@ class FrechetDistance(FrechetInceptionDistance):
     """Frechet distance between the features of fake and real images, computed in float64.
 
     The distance is `|mu_1 - mu_2|**2 + tr(S_1 + S_2 - 2 * (S_1 @ S_2)**(1/2))`. Here, mu_1 and S_1
-    are the mean and covariance of the fake features, and mu_2 and S_2 of the real features.
+    are the mean and covariance of the fake features, and mu_2 and S_2 are those of the real
+    features.
 
     The base class from torchmetrics accumulates the features. This class computes the trace of the
     square root itself, because torchmetrics' method does not converge for some rank-deficient

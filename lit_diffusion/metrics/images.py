@@ -143,8 +143,9 @@ class FolderImages(Dataset[Tensor]):
     """Dataset of the PNG and JPEG files in a folder and its subfolders, sorted by path.
 
     An item is a uint8 image (C, H, W). C is 1 for gray and 3 for RGB images, plus 1 if there is an
-    alpha channel. All images must have the same shape. Hidden files are ignored, and files with a
-    name in `OVERVIEWS`, because `lit-diffusion sample` writes these overviews next to its samples.
+    alpha channel. All images must have the same shape. Hidden files are ignored. Files with a name
+    in `OVERVIEWS` are ignored too, because `lit-diffusion sample` writes these overviews next to
+    its samples.
 
     Raises:
         OSError: if a folder cannot be read.

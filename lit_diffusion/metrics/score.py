@@ -30,7 +30,7 @@ def score_images(
         fake: images to score, as a uint8 tensor (N, C, H, W), as the path of a folder or .npz file,
             or as an `ImageSet`.
         real: reference images, in one of the same forms.
-        protocol: FID protocol with the feature extractor.
+        protocol: FID protocol, which defines the feature extractor.
         batch_size: number of images per forward pass.
         device: "cpu" or "cuda".
 
@@ -80,11 +80,12 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
 
     Returns:
         A dictionary with the scores `fid`, `kid`, `precision` and `recall`. Extractors that
-        classify images also give `inception_score`. The entry `metric` names the distance `fid`:
-        "fid", or for example "fd_dinov2". Precision and recall use 3 neighbors. `kid_std` is the
-        standard deviation of KID over 100 random subsets. `inception_score_std` is the standard
-        deviation of the inception score over splits of the images. The other entries are the
-        numbers of images, the FID protocol, and the settings of torch-fidelity.
+        classify images also give `inception_score`. The entry `metric` is the name of the
+        Frechet distance in `fid`, such as "fid" or "fd_dinov2". Precision and recall use 3
+        neighbors. `kid_std` is the standard deviation of KID over 100 random subsets.
+        `inception_score_std` is the standard deviation of the inception score over splits of the
+        images. The other entries are the numbers of images, the FID protocol, and the settings of
+        torch-fidelity.
 
     Raises:
         ValueError: if there are fewer than 4 fake or fewer than 4 real images, because precision

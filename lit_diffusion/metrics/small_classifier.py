@@ -228,9 +228,9 @@ def fit(
         network: the network to train.
         batches: clean images and their classes, one batch for each step.
         steps: number of optimizer steps.
-        dither: maximum standard deviation of weak noise that is added to all images. It makes the
-            network ignore invisible differences, such as the spacing of gray levels in data with
-            few levels.
+        dither: maximum standard deviation of the weak noise that is added to all images. This
+            noise makes the network ignore invisible differences, such as the spacing of gray levels
+            in data with few levels.
         by_class: whether to learn classes, instead of matching views of the same image.
         generator: source of random numbers.
         log: function that is called with a line of progress about every ten seconds.
@@ -290,8 +290,8 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 def corrupt(x: Tensor, dither: float, generator: torch.Generator) -> LabelledBatch:
     """Blur a third of the images, and add noise to another third, to train the quality head.
 
-    First, the function adds weak noise to all images, of a standard deviation up to `dither`. The
-    strengths of dither, blur and noise are random.
+    First, the function adds weak noise to all images. Its standard deviation is random, and at most
+    `dither`. The strengths of the blur and of the second noise are also random.
 
     Returns:
         The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 is blurred, 2 is noisy.

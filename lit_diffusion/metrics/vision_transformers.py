@@ -64,9 +64,10 @@ class DINOv2(_PretrainedViT):
     Source: Stein et al. 2023, "Exposing flaws of generative model evaluation metrics and their
         unfair treatment of diffusion models" (arXiv 2306.04675). The paper's code resizes the
         images with Pillow's bicubic interpolation. This protocol resizes with PyTorch's version of
-        the same algorithm. For square images, a few values per thousand differ from Pillow's, by at
-        most 2 of 255. Images that are lower than 224 pixels in one direction and higher in the
-        other differ more, because recent versions of Pillow resize the directions in another order.
+        the same algorithm. For square images, a few of every thousand pixel values differ from
+        Pillow's, by at most 2 of 255. If one side of an image is shorter than 224 pixels and the
+        other side is longer, the differences are larger, because recent versions of Pillow resize
+        the two directions in another order.
 
     Example:
         >>> DINOv2().name, DINOv2().metric
@@ -158,9 +159,9 @@ def dinov2_network(state: Mapping[str, Tensor]) -> VisionTransformer:
 class CLIP(_PretrainedViT):
     """FID protocol of CLIP-FID, with the image encoder of OpenAI's CLIP ViT-B/32.
 
-    The features are the 512 image embeddings before normalization to unit length. Images are
-    resized to 224x224, and the color channels are normalized by CLIP's mean and standard deviation.
-    The metric is logged as `fd_clip_<num_samples>`.
+    The features are the 512 components of the image embedding, before it is normalized to unit
+    length. Images are resized to 224x224, and the color channels are normalized by CLIP's mean and
+    standard deviation. The metric is logged as `fd_clip_<num_samples>`.
 
     torch-fidelity's extractor `clip-vit-b-32` has the same weights and the same normalization. It
     resizes differently: with bilinear interpolation and without antialiasing. Therefore, its
@@ -169,7 +170,8 @@ class CLIP(_PretrainedViT):
     Args:
         weights_path: the published file ViT-B-32.pt. None means the file in the cache of
             `torch.hub`, where `lit-diffusion fetch-weights` writes it. The file contains
-            TorchScript code. Only the published file is loaded, which is known by its SHA-256.
+            TorchScript code. Therefore, a file is loaded only if its SHA-256 is that of the
+            published file.
 
     Source: Kynkaanniemi et al. 2022, "The Role of ImageNet Classes in Frechet Inception Distance"
         (arXiv 2203.06026). The code of the paper does not show how images are resized, because it

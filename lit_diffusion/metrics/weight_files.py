@@ -18,7 +18,8 @@ CLIP_SHA256: str = MODEL_METADATA[CLIP]["hash"]
 class WeightFile:
     """Published weight file of a feature extractor.
 
-    torch-fidelity caches the file under the same name, so a file is downloaded only once for both.
+    torch-fidelity caches the file under the same name, so torch-fidelity and this package share one
+    download.
     """
 
     extractor: str  # name of the feature extractor

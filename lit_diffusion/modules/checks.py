@@ -27,7 +27,7 @@ from lit_diffusion.solvers.steps import solver_times
 
 
 def check_channels(network: nn.Module, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the network has other `in_channels` than x0, of shape (C, H, W)."""
+    """Raise ValueError if the network's `in_channels` is not C, the number of channels of x0."""
     in_channels = getattr(network, "in_channels", image_shape[0])
     if in_channels != image_shape[0]:
         raise ValueError(
@@ -197,7 +197,7 @@ def check_data(
 
 
 def codec_record(codec: Codec) -> dict[str, Any]:
-    """Return the checkpoint entry that identifies a codec's weights; {} without weights."""
+    """Return the checkpoint entry that identifies a codec's weights; {} if it has no weights."""
     sha256, folder = _sha256(codec), getattr(codec, "folder", None)
     return {} if sha256 is None else {"codec": {"name": Path(folder or "").name, "sha256": sha256}}
 
@@ -254,7 +254,7 @@ def check_batch(batch: object, takes_condition: bool) -> None:
 
 
 def unused_classes(data: object) -> str | None:
-    """Return a hint that an unconditional model ignores the classes of a data module, if any."""
+    """Return a hint that an unconditional model ignores the data's classes; None without them."""
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
@@ -285,7 +285,7 @@ class FiniteDenoise:
         return denoised
 
     def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
-        """Raise NonFiniteSamples if a sample x0 (B, ...), or an earlier estimate, is not finite.
+        """Raise NonFiniteSamples if a sample x0 (B, ...) or an estimate of x0 was not finite.
 
         The error message contains `step`, the number of completed optimizer steps, unless it is
         None.

@@ -82,9 +82,9 @@ class DiffusionModule(LightningModule):
         times: distribution of the training times.
         solver: sampler that `generate` uses.
         optimizer: function that creates the optimizer from the parameters that require a gradient.
-            If it returns torch's Adam, AdamW or SGD for parameters on a GPU, the module sets
-            fused=True, unless the function has set `fused` or `foreach`. If it returns
-            a `optimizers.MuonAdamW`, the module calls the optimizer's method `attach`.
+            For torch's Adam, AdamW or SGD with parameters on a GPU, the module sets fused=True,
+            unless the function has set `fused` or `foreach`. For an `optimizers.MuonAdamW`, the
+            module calls the optimizer's method `attach`.
         image_shape: (C, H, W) of x0. In a config of `lit-diffusion fit`, the value "data" takes the
             shape from the data module.
         num_classes: number of classes, short for `conditioning=ClassLabels(num_classes)`. In a
@@ -297,7 +297,7 @@ class DiffusionModule(LightningModule):
         Returns:
             A dictionary with the "loss". For callbacks, it also contains "u", "t" and
             "per_sample_loss", each of shape (B,). The per-sample losses do not contain the
-            factor w.
+            factor `timestep_weight`.
         """
         images, condition, _ = self._unpack_batch(batch)
         x0 = encode_for_training(self.codec, images)  # (B, C, H, W)
@@ -434,8 +434,8 @@ class DiffusionModule(LightningModule):
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log the loss of the test split, computed as in validation.
 
-        The name of the metric starts with "test", or with the split that the data module's
-        attribute `tests_on` names.
+        The name of the metric starts with the data module's attribute `tests_on`, such as "val". If
+        the data module has no such attribute, the name starts with "test".
         """
         split = getattr(self.trainer.datamodule, "tests_on", "test")  # type: ignore[attr-defined]
         self.log(f"{split}/loss", self._update_val_loss(batch))
@@ -519,8 +519,9 @@ class DiffusionModule(LightningModule):
 
         Args:
             images: uint8 (N, C, H, W) images to preserve in part.
-            mask: (N, 1, H, W) or broadcastable, with the height and width of x0. The mask is 1
-                where images are preserved, and 0 where they are generated.
+            mask: (N, 1, H, W), or a shape that broadcasts to it. H and W are those of x0, not of
+                the images. The mask is 1 where images are preserved, and 0 where they are
+                generated.
             seeds: one integer per image.
             labels: the condition of the N images. None uses the default condition of each seed, as
                 in `generate`.

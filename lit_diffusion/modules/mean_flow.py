@@ -72,8 +72,9 @@ class MeanFlow(DiffusionModule):
         and 4.3, and appendix B.1 for kappa. Two choices are ours. The derivative is computed in
         evaluation mode, without dropout. Guidance applies at all times, whereas some of the
         authors' models use it only in an interval. The authors' code has 0.01 in the adaptive
-        weight, where the paper has 1e-3. For images whose condition was dropped, its target has
-        `noise - x0` instead of the velocity with guidance. At the optimum, both have the same mean.
+        weight, where the paper has 1e-3. For images whose condition was dropped, the target in the
+        authors' code contains `noise - x0`, and our target contains the velocity with guidance. At
+        the optimum, both targets have the same mean.
 
     Example:
         >>> from lit_diffusion.losses import Simple
@@ -146,7 +147,10 @@ class MeanFlow(DiffusionModule):
         super().configure_model()
 
     def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
-        """Compute the training loss. The result has no "u" and "t", because images have two times.
+        """Compute the training loss.
+
+        Unlike the result of `DiffusionModule.training_step`, the result has no entries "u" and "t",
+        because each image has two times.
 
         Raises:
             ValueError: if a callback has set `timestep_weight`.
@@ -171,8 +175,8 @@ class MeanFlow(DiffusionModule):
             noise: (B, C, H, W) standard normal noise.
             step: number of completed optimizer steps in training; None otherwise. If None, the
                 result is the flow-matching loss at t, which depends only on the arguments and the
-                weights. In training, the method draws a second time for each image. The larger of
-                the two times then takes the place of t.
+                weights. In training, the method draws another value besides t for each image. The
+                larger of the two values then takes the place of t.
         """
         if step is None:
             return super().per_sample_loss(x0, condition, t, noise)

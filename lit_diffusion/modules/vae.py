@@ -24,10 +24,10 @@ class VAECodec:
     call `encode`, which sets z to the mean. Both methods accept uint8 images. They also accept
     floating-point moments (mean and logvar), which `lit-diffusion encode` writes in advance.
 
-    The VAE is frozen and runs in float32. The codec loads its weights at first use, and moves them
-    to the device of the input. Since the codec is not an nn.Module, the weights of the VAE are not
-    in the parameters, the state_dict, the EMA or the checkpoints of a LightningModule. Checkpoints
-    contain only the SHA-256 of these weights.
+    The VAE is frozen and runs in float32. The codec loads the weights of the VAE at first use, and
+    moves them to the device of the input. Since the codec is not an nn.Module, these weights are
+    not in the parameters, the state_dict, the EMA or the checkpoints of a LightningModule.
+    Checkpoints contain only the SHA-256 of these weights.
 
     Args:
         folder: local folder with config.json and diffusion_pytorch_model.safetensors.
@@ -119,7 +119,7 @@ class VAECodec:
         return self._latent_channels, height // self._reduction, width // self._reduction
 
     def encode(self, images: Tensor, /) -> Tensor:
-        """Encode images uint8 (B, C, H, W), or moments (B, 2C', H', W'), to the mean of x0."""
+        """Map images uint8 (B, C, H, W), or moments (B, 2C', H', W'), to posterior means of x0."""
         return self._x0(self._moments(images).chunk(2, dim=1)[0])
 
     def encode_for_training(self, images: Tensor, /) -> Tensor:

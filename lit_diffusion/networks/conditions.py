@@ -34,7 +34,7 @@ class ConditionKind(Protocol):
     """Kind of condition, such as class labels. It builds the module that embeds the conditions."""
 
     def embedding(self, width: int, /) -> nn.Module:
-        """Build a module that embeds conditions in `width` features, as an `EmbeddedCondition`."""
+        """Build a module that maps conditions to an `EmbeddedCondition` with `width` features."""
 
 
 @dataclass(frozen=True)
@@ -314,9 +314,10 @@ class TokenEmbedding(nn.Module):
 
 
 class WordEmbedding(nn.Module):
-    """Learned embedding of words, plus their positions. A learned null token comes first.
+    """Learned embedding of words, plus position embeddings. A learned null token comes first.
 
-    The positions are sinusoids, which work for texts of any length and have no parameters.
+    The position embeddings are sinusoids, which work for texts of any length and have no
+    parameters.
 
     Every negative id means no word. Ids >= `num_words` fail in torch's embedding lookup,
     with an IndexError on the CPU.

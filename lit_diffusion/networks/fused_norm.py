@@ -51,8 +51,8 @@ def group_norm_silu(
         silu: whether to apply SiLU.
 
     Returns:
-        (B, C, ...) in the dtype and memory format of x. The exception is CUDA without the Triton
-        kernels, where the result is contiguous.
+        (B, C, ...) in the dtype and memory format of x. On CUDA without the Triton kernels, the
+        result has the dtype of x, but is contiguous.
 
     Source: Wu & He 2018, Eq. 1 and 7. Scale and shift are from Nichol & Dhariwal 2021, appendix A.
     """

@@ -47,8 +47,8 @@ class GroupNormSiLU(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return one value per argument of `forward`.
 
-        For x, weight, bias, scale, shift and offset, the value is the gradient. For num_groups,
-        eps and silu, it is None.
+        For x, weight, bias, scale, shift and offset, the method returns the gradient. For
+        num_groups, eps and silu, it returns None.
         """
         *inputs, mean, rstd = ctx.saved_tensors
         if torch.is_grad_enabled():  # create_graph=True

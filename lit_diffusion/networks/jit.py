@@ -57,12 +57,13 @@ def rope_cos_sin(
 
     RoPE rotates pairs of features. The first half of the pairs of a head has the angles
     `row * 10000**(-4 * k / head_dim)`, where row is the patch's row and k = 0, 1, ... is the index
-    of the pair. The second half has the same angles with the column instead of the row.
+    of the pair within its half. The second half has the same angles with the column instead of the
+    row.
 
     Args:
         side: number of patches in a row and in a column.
         head_dim: features of a head, divisible by 4.
-        num_extra: number of tokens after the patches, which RoPE does not rotate.
+        num_extra: number of tokens after the patches. RoPE does not rotate these tokens.
         device: device of the result.
 
     Returns:
@@ -78,8 +79,9 @@ def rope_cos_sin(
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate each pair of features (k, k + head_dim / 2) of queries or keys x (..., head_dim).
 
-    The function computes in the dtype of `cos_sin`, the result of `rope_cos_sin`, reshaped to
-    (2, ..., head_dim / 2) so that it broadcasts against x. The result has the dtype of x.
+    `cos_sin` is the result of `rope_cos_sin`, reshaped to (2, ..., head_dim / 2) so that it
+    broadcasts against x. The function computes in the dtype of `cos_sin`. The result has the dtype
+    of x.
     """
     (cos, sin), (a, b) = cos_sin, x.to(cos_sin.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)

@@ -80,8 +80,8 @@ class TwoTimesMLP(TimestepMLP):
     parameters have the names of `TimestepMLP`.
 
     Source: Geng et al. 2025 (MeanFlow, arXiv 2505.13447), section 4.3, the variant that embeds
-        (t, t - r). The initialization is ours, so that training can start from the weights of flow
-        matching.
+        (t, t - r). The zero initialization is ours. It lets training start from the weights of a
+        network that was trained with flow matching.
 
     Example:
         >>> embed = TwoTimesMLP(dim=8, width=32)
@@ -97,7 +97,10 @@ class TwoTimesMLP(TimestepMLP):
         zero_(self.interval[2])
 
     def forward(self, noise_label: Tensor) -> Tensor:
-        """Noise levels and intervals (B, 2), or noise levels (B,) with intervals of 0 -> (B, D)."""
+        """Embed noise levels and intervals (B, 2) as (B, D).
+
+        If the input is only noise levels (B,), all intervals are 0.
+        """
         if noise_label.ndim == 1:
             noise_label = torch.stack([noise_label, torch.zeros_like(noise_label)], dim=1)
         level, interval = noise_label.unbind(1)

@@ -9,11 +9,11 @@ scaled such that its output has magnitude 1 if its input consists of independent
 magnitude 1. There are no group norms and no biases. Instead, x has an additional channel of ones.
 
 The magnitudes of weights are fixed as well. A layer divides the weights of each output by their
-norm, so their magnitude has no effect on the output. But weights grow in training, because updates
-are orthogonal to them, and the larger the weights are, the smaller the relative change per update.
-Therefore, after each optimizer step, the weights of each output are scaled to magnitude 1 (forced
-weight normalization). The learning rate then determines the relative change of the weights per
-update, and only a learning-rate schedule lowers it.
+norm, so the magnitude of the weights has no effect on the output. But weights grow in training,
+because updates are orthogonal to them. The larger the weights are, the less an update changes them,
+relative to their magnitude. Therefore, after each optimizer step, the weights of each output are
+scaled to magnitude 1 (forced weight normalization). The learning rate then determines the relative
+change of the weights per update, and only a learning-rate schedule lowers this change.
 
 Shapes: images are (B, C, H, W), and the embedding of noise level and condition is (B, E).
 
@@ -316,7 +316,7 @@ class _Block(nn.Module):
 
 
 class EncoderBlock(_Block):
-    """Pixel norm, then `mp_sum` of x and a residual branch, then attention if it has heads.
+    """Pixel norm, then `mp_sum` of x and a residual branch, then attention if the block has heads.
 
     With pixel norm, every pixel has magnitude 1, so activations cannot grow from block to block.
 
@@ -333,7 +333,7 @@ class EncoderBlock(_Block):
 
 
 class DecoderBlock(_Block):
-    """`mp_sum` of x and a residual branch, then attention if it has heads.
+    """`mp_sum` of x and a residual branch, then attention if the block has heads.
 
     Source: Karras et al. 2024, appendix B, figure of config G.
     """

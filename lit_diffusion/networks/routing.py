@@ -20,8 +20,8 @@ class TokenRouting:
 
     The random numbers come from torch's global generator. The loss covers all tokens.
 
-    If an auxiliary loss, such as `auxiliary_losses.Dispersive`, uses the features of a skipped
-    block, it gets only the tokens that are not routed, in their original order.
+    An auxiliary loss, such as `auxiliary_losses.Dispersive`, may use the features of a block that
+    routed tokens skip. The loss then gets only the other tokens, in their original order.
 
     Args:
         fraction: share of an image's patch tokens that is routed, in [0, 1). The number of routed
@@ -106,7 +106,8 @@ class Route:
                 block.
 
         Returns:
-            (B, K + E, D) from block `start` on, and (B, N + E, D) from block `end` on.
+            (B, K + E, D) if `start` <= i < `end`, else (B, N + E, D). Of the N patch tokens, K are
+            not routed.
         """
         if self.routing is not None and i == self.routing.start:
             num_routed = self.routing.num_routed(self.num_patches)

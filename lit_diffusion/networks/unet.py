@@ -580,13 +580,13 @@ class EncoderUNet(_Encoder):
             attention. The middle block always has attention.
         head_channels: number of channels of an attention head, in the blocks and in the pooling.
         dropout: dropout probability in every ResBlock.
-        scale_shift_norm: whether the embedding of noise level and condition determines a scale and
-            a shift after the second norm of a ResBlock (adaptive group norm). If False, the
-            embedding is added to the input of this norm.
+        scale_shift_norm: whether the embedding of the noise level determines a scale and a shift
+            after the second norm of a ResBlock (adaptive group norm). If False, the embedding is
+            added to the input of this norm.
         resblock_updown: whether ResBlocks reduce the resolution. If False, convolutions do.
         split_heads_first: whether the attention of the blocks splits its features into heads
             first, and then into queries, keys and values. If False, the order is reversed. The
-            pooling always uses the order that False selects.
+            pooling always splits into queries, keys and values first.
 
     Raises:
         ValueError: if sizes do not fit together.
@@ -643,7 +643,9 @@ class EncoderUNet(_Encoder):
 
 
 def heads_for(channels: int, num_heads: int, head_channels: int | None) -> int:
-    """Return the number of attention heads of a block: `num_heads`, unless `head_channels` is set.
+    """Return the number of attention heads of a block.
+
+    The number is `num_heads` if `head_channels` is None, and `channels / head_channels` otherwise.
 
     Raises:
         ValueError: if the channels cannot be divided among the heads.

@@ -5,7 +5,7 @@
 
 Parameters have the names and shapes of the authors' repository, so `load_state_dict` loads their
 checkpoints. If the authors' configuration drops labels in training, its num_classes includes the
-null class. For `UViT`, subtract 1: the authors' num_classes=1001 becomes num_classes=1000.
+null class. In this case, subtract 1 for `UViT`: their num_classes=1001 becomes num_classes=1000.
 
 Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Models" (arXiv
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.
@@ -97,8 +97,8 @@ class UViT(nn.Module):
         final_conv: whether the last layer is a 3x3 convolution.
         num_classes: short form of `condition=Classes(num_classes)`.
         condition: kind of condition that the network takes: `Classes`, `Vectors`, `Tokens` or
-            `WordIds` of `networks.conditions`. If it and `num_classes` are None, the network is
-            unconditional. For published models that never drop labels, use
+            `WordIds` of `networks.conditions`. If `condition` and `num_classes` are None, the
+            network is unconditional. For published models that never drop labels, use
             `Classes(num_classes, null_class=False)`.
         gradient_checkpointing: whether to store only the inputs of each block in the forward pass,
             and compute its activations again in the backward pass. Training then needs less memory

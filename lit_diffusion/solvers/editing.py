@@ -18,7 +18,7 @@ class Tail:
 
     Args:
         base: the grid whose last steps are used.
-        whole: number of steps of `base`. The argument `steps` of `grid` must not be larger.
+        whole: number of steps of `base`. A call of `grid` must not ask for more steps.
 
     Example:
         >>> from lit_diffusion.grids import Even

@@ -39,8 +39,8 @@ class DPMSolverPP:
     step and the step to the clean image are first order.
 
     With `order=3`, the solver converges only with second order, because the coefficient of the
-    second difference is half of the coefficient in the Taylor series, as in the authors' code,
-    diffusers and k-diffusion. Nevertheless, the error is smaller than with `order=2`.
+    second difference is half of that in the Taylor series. The authors' code, diffusers and
+    k-diffusion use the same coefficient. Nevertheless, the error is smaller than with `order=2`.
 
     Args:
         steps: number of steps, each of which evaluates the network once.

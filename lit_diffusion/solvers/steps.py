@@ -78,10 +78,10 @@ def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
 
 
 def with_grid(solver: Any, process: Process) -> Any:
-    """Copy a solver, and set `times` of the copy to the grid that the solver uses on this process.
+    """Copy a solver, and set `times` of the copy to the grid that the solver uses for `process`.
 
-    Evaluation records store this copy, because `times=None` would not show which grid was used. A
-    solver without `times` is returned as it is.
+    Evaluation records store the copy instead of the solver, because `times=None` would not show
+    which grid was used. A solver without `times` is returned as it is.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
@@ -97,7 +97,8 @@ def with_grid(solver: Any, process: Process) -> Any:
 def solver_times(solver: Solver, process: Process) -> Tensor:
     """List the times at which a solver calls the network, in order.
 
-    The function runs the solver on one pixel with a dummy denoiser, and records the times.
+    The function runs the solver on one pixel with a dummy denoiser, which records the time t of
+    each call.
 
     Returns:
         (number of function evaluations,) float64.
@@ -131,11 +132,12 @@ def level_of(process: Process, t: Tensor) -> Tensor:
 
 
 def batch_of(t: Tensor, x: Tensor, until: Tensor | None = None) -> Tensor:
-    """Repeat a time t, a scalar on the CPU, in a tensor (B,) on the device of the B images x.
+    """Return a tensor (B,) filled with the time t, on the device of the B images x.
 
-    The result has two attributes, which the host can read without synchronizing with the device.
-    `time` is t as a Python number. `until`, which `MeanFlow` needs, is the time at which a
-    deterministic step from t ends, or None if no deterministic step begins at t.
+    t is a scalar on the CPU. The result has two attributes, which the host can read without
+    synchronizing with the device. `time` is t as a Python number. `until`, which `MeanFlow` needs,
+    is the time at which a deterministic step from t ends, or None if no deterministic step begins
+    at t.
 
     Example:
         >>> batch_of(torch.tensor(0.5), torch.zeros(2, 1, 8, 8))

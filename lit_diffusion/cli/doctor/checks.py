@@ -200,7 +200,7 @@ def check_label_dropout(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_time(run: ExaminedRun) -> Iterator[Finding]:
-    """Estimate the run's remaining time, and the shares of validation and sampling in it."""
+    """Estimate the remaining time of a run, and how much of it goes to validation and sampling."""
     training = ((run.num_steps or 0) - run.start_step) * run.step_seconds
     if not training > 0:  # no steps are left, or their number or duration is unknown
         return

@@ -42,7 +42,7 @@ class UnfinishedAnalysis(Exception):
 
 
 def load_analyzed_module(path: str, options: Namespace, moves: bool = True) -> LoadedModule:
-    """Load the module of a checkpoint or run folder, with the weights of --weights, onto --device.
+    """Load the module of a checkpoint or run folder, with its --weights, on --device.
 
     If the analysis `moves` the weights, spectral norms are computed exactly, because the singular
     vectors that torch stores would be wrong for changed weights.
@@ -141,8 +141,8 @@ def compute_pieces(
     """Compute the pieces that have no file yet, and return the arrays of all pieces.
 
     Each process of torchrun or srun computes its share. The function `compute` computes the arrays
-    of a piece from its name, and the arrays are saved in `folder`/pieces/NAME.npz. The progress
-    messages call a piece a `unit`, such as "row".
+    of a piece from its name, and the arrays are saved in `folder`/pieces/NAME.npz. `unit` is the
+    name of a piece in the progress messages, such as "row".
 
     Raises:
         UnfinishedAnalysis: if other processes have not computed their share yet.

@@ -67,8 +67,8 @@ class ExactSpectralNorm(nn.Module):
 
     In contrast, torch's spectral norm uses stored singular vectors from its last power iteration.
     If an analysis changes the weights, these vectors are wrong. Their derivatives are also missing
-    from the Hessian, because torch treats them as constants. The dimension `dim` of the weight
-    indexes the rows of the matrix.
+    from the Hessian, because torch treats them as constants. The weight is viewed as a matrix,
+    with one row per index of the dimension `dim`.
     """
 
     def __init__(self, dim: int) -> None:

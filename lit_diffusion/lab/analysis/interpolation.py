@@ -59,8 +59,9 @@ def barrier(alphas: NDArray[np.float64], values: NDArray[np.float64]) -> float:
 class FeatureAxis:
     """A dimension of a tensor in the state dict that is indexed by hidden features.
 
-    The list of features may repeat along the dimension. For example, there are two `copies` in a
-    tensor with the scales of all features, followed by the shifts of all features.
+    The dimension may contain the list of features several times. For example, a tensor that
+    contains the scales of all features, followed by the shifts of all features, has two `copies` of
+    the list.
     """
 
     name: str
@@ -192,7 +193,7 @@ def draw_interpolations(
 ) -> None:
     """Draw one panel per loss, at positions alphas (K,) between the weights.
 
-    Each line in `lines` has the shape (len(names), K), and panel i shows its row i.
+    Each array in `lines` has the shape (len(names), K). Panel i shows row i of every array.
     """
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]

@@ -45,9 +45,9 @@ def random_directions(module: nn.Module, seed: int) -> list[Direction]:
 def normalize_filters(direction: Direction, module: nn.Module) -> Direction:
     """Scale each filter of a direction to the norm of the corresponding filter of the weights.
 
-    A filter is the part of a weight that belongs to one output channel: one index of dimension 0
-    or, for transposed convolutions, of dimension 1. For biases and the weights of normalization
-    layers, the result is 0.
+    A filter is the part of a weight that belongs to one output channel. The output channels are
+    dimension 0 of the weight, but dimension 1 for transposed convolutions. For biases and the
+    weights of normalization layers, the result is 0.
     """
     transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
     weights = dict(module.named_parameters())
@@ -94,7 +94,8 @@ def principal_plane(
         directions explain.
 
     Raises:
-        ValueError: if fewer than two states differ from the center and from each other.
+        ValueError: if there are fewer than two states, or if all states lie on one line through
+            `center`.
 
     Source: Li et al. 2018, section 7.2.
 
@@ -209,9 +210,9 @@ def plot_landscape(options: Namespace) -> str:
 def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:
     """Restrict a direction to the weights of the network that minimizes a loss.
 
-    This is needed for GANs, whose two networks have opposing losses. Along a direction that changes
-    both networks, neither loss would have its minimum at the center. If a loss trains the whole
-    module, the direction is returned unchanged.
+    GANs need this restriction, because their two networks have opposing losses. Along a direction
+    that changes both networks, neither loss would have its minimum at the center. If a loss trains
+    the whole module, the direction is returned unchanged.
     """
     if network_of_loss(module, loss) is None:
         return direction

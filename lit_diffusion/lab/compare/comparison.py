@@ -127,8 +127,8 @@ def compare(
     in 95% of cases. With the mean final FID as the target, the interval contains the true speed-up
     less often and is biased toward 1.
 
-    The `arms` include the baseline. If `num_untested` further arms are not among them, because
-    their runs lack this metric, Holm's method counts each of them as a test with a p-value of 1.
+    The `arms` include the baseline. They do not include the `num_untested` arms whose runs lack
+    this metric. Holm's method counts each untested arm as a test with a p-value of 1.
 
     Raises:
         ValueError: if there are fewer than two arms, if two arms have the same name, if there is no
@@ -224,9 +224,9 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
     """Replace the steps in the curves of all arms with the number of training images seen so far.
 
     Returns:
-        The changed arms. None if a number of images is unknown, or if all arms use the same number
-        of images per step. In the second case, a comparison by images would equal a comparison by
-        steps.
+        The changed arms. None if the number of images is unknown for some curve, or if all arms use
+        the same number of images per step. In the second case, a comparison by images would equal a
+        comparison by steps.
     """
     if not all(curve.images for arm in arms for curve in arm.curves):
         return None

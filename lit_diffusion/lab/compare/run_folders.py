@@ -103,7 +103,7 @@ class Run:
         return [name for name in names if is_fid(name)]
 
     def points(self, metric: str) -> list[Record]:
-        """List the records of a metric that were measured with the same settings, one per step.
+        """List one record of a metric per step, all measured with the same settings.
 
         FIDs are read from evaluations.jsonl, which also contains the settings of the measurement.
         Other metrics are read from the rows of metrics.csv that have a step. Only records with the
@@ -131,8 +131,8 @@ class Run:
     def curve(self, metric: str, due: Sequence[int] = ()) -> Curve:
         """Return the curve of a metric.
 
-        If training diverged, the run has no further evaluations. The curve then has NaN at the
-        later steps in `due`.
+        If training diverged, the run stopped early. The curve then has NaN at each step in `due`
+        after the last evaluation.
 
         Raises:
             ValueError: if the numbers are invalid (see `Curve`).
@@ -256,7 +256,7 @@ def _measurement_key(record: Record) -> str:
 
 
 def sampling_of(record: Record) -> Record:
-    """Return the sampler settings and the EMA decay of the weights from an FID record.
+    """From an FID record, return the sampler settings and the EMA decay of the weights.
 
     Records of earlier versions have no `ema_decay`.
     """

@@ -91,7 +91,9 @@ def fixed_options() -> list[str]:
 
 
 def check_rules(entry: Mapping[str, Any], track: Mapping[str, Any]) -> None:
-    """Raise ValueError if an entry changes a setting that the rules of the speedrun fix.
+    """Raise ValueError if an entry changes a setting that all entries must have in common.
+
+    The error is also raised if `trainer.max_steps` is not a multiple of `EVALUATE_EVERY`.
 
     Args:
         entry: all settings of a run with the entry's configs and `fixed_options`.
@@ -185,7 +187,8 @@ def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
 def measure(name: str, runs: Sequence[PlannedRun], commit: str = "") -> Entry:
     """Read the results of finished runs on this machine, one per seed.
 
-    The training time is None if a run was resumed, because its log has only the time since then.
+    If a run was resumed, the training time is None, because the log of this run has only the time
+    since the resume.
     """
     from lit_diffusion.cli.loggers import read_evaluations
     from lit_diffusion.cli.run_folder import latest_config

@@ -117,8 +117,9 @@ def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
 
     The interval comes from Welch's t test on the logarithms of the steps. If only a bound on the
     step of a run is known, the test uses this bound, so the ratio is a bound too. If the ratio is a
-    lower bound, the interval has no upper end. If it is an upper bound, the interval starts at 0.
-    If the bound leaves open which arm is faster, there is no interval.
+    lower bound, the interval has no upper end. If the ratio is an upper bound, the interval starts
+    at 0. There is no interval for a lower bound <= 1 or an upper bound >= 1, because such a bound
+    does not show which arm is faster.
     """
     bounds, other = ({crossing.bound for crossing in each} for each in (baseline, arm))
     may_be_larger = Bound.MORE_THAN in bounds or Bound.AT_MOST in other

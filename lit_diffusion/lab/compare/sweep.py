@@ -203,8 +203,8 @@ def plan_sweep(
 ) -> list[PlannedRun]:
     """Plan and check all runs of a sweep, in the order of their seeds.
 
-    The arguments are those of `lit-diffusion sweep`. `experiment` has its CONFIG, and `options` are
-    passed to every fit.
+    The arguments are those of the command `lit-diffusion sweep`. `experiment` lists the config
+    files that all arms share. Every fit gets the `options`.
 
     Raises:
         ValueError: if options or configs are invalid, or if the folder of a planned run contains a
@@ -235,7 +235,7 @@ def plan_sweep(
 
 
 def arm_configs(experiment: Sequence[str], arms: Sequence[str]) -> dict[str, list[str]]:
-    """List the config files of each arm, by name. The arguments are those of `plan_sweep`.
+    """Map the name of each arm to its config files. The arguments are those of `plan_sweep`.
 
     The baseline, which is named BASELINE, uses only the config files of the experiment. Every other
     arm adds its own files.

@@ -83,7 +83,7 @@ class Table(NamedTuple):
 
 
 def format_fid(fid: float, sd: float | None = None) -> str:
-    """Format an FID with three or four digits, and its standard deviation with as many decimals.
+    """Format an FID and its standard deviation, both with the same number of decimals.
 
     Example:
         >>> format_fid(0.40734), format_fid(6.04, 0.1234), format_fid(123.4)
@@ -153,8 +153,8 @@ def format_speedup(speedup: Speedup) -> str:
 def format_target(result: Result, comparison: Comparison) -> str:
     """Format the FID to which a speed-up is measured, as in " to 0.306"; "" if it is the target.
 
-    If the FID and the target differ but round to the same number, the result has more digits and
-    contains both, as in " to 0.2693, not 0.2691".
+    If this FID (`result.at`) differs from the target but both round to the same number, the text
+    gives both with more digits, as in " to 0.2693, not 0.2691".
     """
     if result.at == comparison.target:
         return ""
@@ -291,7 +291,7 @@ def fid_table(comparison: Comparison) -> Table:
 
 
 def steadiness_table(comparison: Comparison) -> Table:
-    """Make a table of how FID varies late in training, over seeds, and over sets of samples."""
+    """Make a table of the spread of FID: late in training, between seeds, between sample sets."""
 
     def percent(spread: float) -> str:
         return f"{100 * spread:.1f}%"
@@ -391,7 +391,7 @@ def speedup_records(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def fid_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """Make one record per arm and step: mean and standard deviation over seeds with finite FIDs."""
+    """Make one record per arm and step: mean and standard deviation of the seeds' finite FIDs."""
     rows = []
     for arm in arms:
         for step in sorted({step for curve in arm.curves for step in curve.steps}):

@@ -268,8 +268,8 @@ class GANModule(LightningModule):
             labels: (N,) int64 in [0, num_classes). None uses the class `seed % num_classes`.
 
         Raises:
-            ValueError: if labels are out of range, or if labels other than -1 are given to networks
-                that ignore labels.
+            ValueError: if labels are out of range. Networks that ignore labels accept only the
+                label -1.
             NonFiniteSamples: if an image contains NaN or infinity.
         """
         labels = cast(Tensor | None, condition_for(seeds, labels, self.conditioning))
