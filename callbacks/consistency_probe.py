@@ -64,7 +64,10 @@ class ConsistencyProbe(PeriodicEvaluation):
         self._last_images = state_dict.get("images")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Clear the samples of an earlier fit. Lightning restores a checkpoint's samples later."""
+        """Clear the samples of an earlier fit.
+
+        In a resumed fit, Lightning restores the samples in the checkpoint after this call.
+        """
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._last_images = None

@@ -213,7 +213,7 @@ class FIDEvaluation(PeriodicEvaluation):
             raise ValueError(f"{both} write best-fid.ckpt: pass save_best=False to one of them.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compute statistics of real images. Drop the checkpoint's best FID if settings differ."""
+        """Compute statistics of real images. Drop the checkpoint's best FID if settings changed."""
         super().on_train_start(trainer, pl_module)
         self.image_count = start_image_count(trainer, self.image_count)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -459,7 +459,7 @@ class FIDEvaluation(PeriodicEvaluation):
         return f"{type(self).__qualname__}{parts}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best FID, its step and settings, and the number of training images so far."""
+        """Return the best FID, its step and settings, and the count of images trained on so far."""
         return {
             "best_score": self.best_score,
             "best_step": self.best_step,

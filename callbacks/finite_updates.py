@@ -54,7 +54,7 @@ class _MicroBatch:
     outputs: dict[str, Tensor] = field(default_factory=dict)  # tensors returned by training_step
 
     def flags(self) -> Tensor:
-        """Return flags of a non-finite loss and a non-finite gradient, (2,) float on the device."""
+        """Return two flags (non-finite loss, non-finite gradient) as (2,) float on the device."""
         bad_gradient = None if self.gradients is None else self.gradients[0].any()
         flags = [
             torch.zeros((), dtype=torch.bool, device=self.device) if flag is None else flag
@@ -205,7 +205,7 @@ class FiniteUpdates(pl.Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the device skip updates, if the optimizers, the strategy and the arguments allow it.
+        """Let the device choose updates to skip, if optimizers, strategy and arguments allow it.
 
         Lightning restores the optimizers of a checkpoint before it calls this hook.
         """

@@ -27,8 +27,8 @@ class NoiseLevels(NamedTuple):
     """Noise levels of equal bins of u, each divided into `PARTS` equal parts.
 
     Attributes:
-        width: (num_bins, PARTS) float64 lengths of the parts of each bin, in log SNR. What lies
-            outside `SIGMA_RANGE` does not count.
+        width: (num_bins, PARTS) float64 lengths of the parts of each bin, in log SNR. Noise
+            levels outside `SIGMA_RANGE` add no length.
         alpha: (num_bins, PARTS) float64 signal scales in the middle of each part.
         sigma: (num_bins, PARTS) float64 noise scales in the middle of each part.
     """
@@ -64,7 +64,7 @@ def information_weight(levels: NoiseLevels) -> Tensor:
     Each bin is divided into `PARTS` parts, and each part has one factor. For the best possible
     network, the factor times the squared error of the velocity is the change of the mutual
     information of x_t and x0 from one end of the part to the other. For any other network, this
-    product is the term of the part in the variational bound on the likelihood.
+    product is what the part contributes to the variational bound on the likelihood.
 
     Returns:
         (num_bins, PARTS) float64, in nats per dimension of x0: half of the change of the SNR over a

@@ -58,7 +58,7 @@ def momentum_decay(
     `lr * lr_factor * (1 - beta1) = lr * (1 - beta0)`.
 
     Args:
-        step: optimizer steps completed before this update. For the first update, tau is 0.
+        step: optimizer steps completed before this update; 0 for the first update.
         total_steps: optimizer steps of the whole run.
         beta0: beta1 at the start, in [0, 1).
         min_beta1: lower bound of beta1, in [0, beta0]. 0 means no lower bound.
@@ -99,10 +99,10 @@ class MomentumDecay(pl.Callback):
     - `step` is the number of calls of `optimizer.step()`, counted for each optimizer. An update
       that a GradScaler skips counts for fused optimizers only, because a GradScaler calls `step()`
       of a fused optimizer even in a skipped update.
-    - Checkpoints contain total_steps and the number of steps of each optimizer. On resume,
-      total_steps=None uses the total_steps of the checkpoint, and a number overrides it. A warning
-      is printed if the checkpoint's total_steps differs from that number or, with None, from the
-      length of the fit.
+    - Checkpoints contain total_steps and the number of steps of each optimizer. If you pass a
+      number as total_steps, it overrides the checkpoint's total_steps on resume. With None, the
+      checkpoint's total_steps is used, even if the length of the fit differs. In both cases, a
+      warning is printed if the two numbers differ.
     - At the start of a batch, the beta1 and lr of the next update are logged as `mdlrc/beta1` and
       `mdlrc/lr`. If there are several optimizers or param groups, the names are
       `mdlrc/lr_optimizer1_group0` and so on.
@@ -156,7 +156,7 @@ class MomentumDecay(pl.Callback):
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """Return a param group's changed options for the update after `step` completed updates."""
+        """Return the options to set in a param group for the update after `step` completed ones."""
         beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:

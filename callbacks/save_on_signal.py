@@ -194,8 +194,8 @@ class _MaxReducer:
     def reduce_async(self, number: int) -> int:
         """Start to compute the maximum of `number` over ranks. Return the previous call's maximum.
 
-        This call does not wait for the other ranks, so training can go on. The next call returns
-        the maximum of `number`. If there is only one rank, this call returns `number`.
+        The maximum over the ranks is computed in the background, so training can go on. The next
+        call returns this maximum. If there is only one rank, the call returns `number` itself.
         """
         if self._group is None:
             return number

@@ -135,8 +135,8 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 def completed_steps(module: pl.LightningModule) -> int | None:
     """Return the optimizer steps completed in the current fit, or None outside a fit.
 
-    Outside a fit, the Trainer's step count does not describe the module, because a new Trainer
-    starts to count at 0.
+    Outside a fit, the Trainer's step count can be wrong for the module: a new Trainer starts to
+    count at 0, even if the module is already trained.
     """
     trainer = attached_trainer(module)
     fitting = trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
@@ -146,9 +146,10 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 def output_folder(trainer: pl.Trainer) -> str:
     """Return the folder for files of callbacks. All ranks get the same folder. Collective.
 
-    The command `lit-diffusion fit` stores this folder in `trainer.run_folder`. If the Trainer does
-    not have this attribute, the function returns the folder in which Lightning creates
-    `checkpoints/`: the first logger's version directory, or `default_root_dir` without a logger.
+    The command `lit-diffusion fit` stores the folder for files of callbacks in
+    `trainer.run_folder`. If the Trainer does not have this attribute, the function returns the
+    folder in which Lightning creates `checkpoints/`: the first logger's version directory, or
+    `default_root_dir` without a logger.
     """
     folder = getattr(trainer, "run_folder", trainer.default_root_dir)
     if not hasattr(trainer, "run_folder") and trainer.loggers:
@@ -183,8 +184,8 @@ def should_log(trainer: pl.Trainer) -> bool:
 def may_read(trainer: pl.Trainer) -> bool:
     """Whether the host can read a value from the device without an additional wait.
 
-    A value on a CPU never needs a wait. On other devices, a step that logs metrics waits for the
-    device anyway.
+    The function returns True on a CPU, which needs no wait. On other devices, it returns True only
+    in a step that logs metrics, because such a step waits for the device anyway.
     """
     return trainer.strategy.root_device.type == "cpu" or should_log(trainer)
 
@@ -224,7 +225,7 @@ def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
     """Return the factor by which gradients are still scaled when an optimizer steps.
 
     A fused optimizer unscales the gradients inside its own step. If the Trainer has a GradScaler
-    and the optimizer is fused, the factor is the scale of the GradScaler. Otherwise, it is 1.
+    and the optimizer is fused, the result is the GradScaler's scale. Otherwise, it is 1.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -264,7 +265,10 @@ def undivided_sampler(loader: Any) -> Any:
 
 
 def is_built_from_config() -> bool:
-    """Whether LightningCLI is constructing a module now, from the plain builtins of a config."""
+    """Whether LightningCLI is now constructing a module from a config.
+
+    Hyperparameters from a config are plain builtins, such as numbers and lists.
+    """
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 
 

@@ -1,4 +1,4 @@
-"""Codecs, which encode images to x0, the clean data of the diffusion process, and decode x0."""
+"""Codecs, which encode images to x0 (the clean data of the diffusion process) and decode x0."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -180,7 +180,8 @@ def sync_folder(folder: Path) -> None:
 def walk_files(root: str | Path) -> Iterator[str]:
     """Yield all files below a folder in sorted order, except hidden files.
 
-    Hidden folders are skipped, and so is a link to a folder that contains the link.
+    The function skips hidden folders. To avoid endless recursion, it also skips a link to a folder
+    that contains the link.
 
     Raises:
         OSError: if a folder cannot be read.

@@ -90,7 +90,8 @@ class SigmoidBetas:
         num_steps: number of steps T.
         start: argument of the sigmoid at the clean image.
         end: argument of the sigmoid after the last step.
-        tau: divisor of the arguments. With a larger tau, the curve is closer to a straight line.
+        tau: divisor of the arguments. With a larger tau, the curve of alpha-bar is closer to a
+            straight line.
 
     Source: Jabri et al. 2022 (arXiv 2212.11972), appendix B; Chen 2023 (arXiv 2301.10972),
     algorithm 1.
@@ -296,7 +297,7 @@ class ContinuousVP:
     `B(t) = beta_min * t + beta_d * t**2 / 2`. The network gets `999 * t` as its noise label.
 
     Args:
-        beta_min: slope of B at t = 0.
+        beta_min: slope of the function B (see above) at t = 0.
         beta_d: difference between the slopes of B at t = 1 and t = 0.
         t_min: least noisy time in training.
 

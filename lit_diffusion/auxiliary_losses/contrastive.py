@@ -17,9 +17,9 @@ class ContrastiveFlow:
 
     The term has the opposite sign of the training loss. `other_target` is the target that another
     image of the batch, with its own noise, would have at the same t. This image is drawn uniformly
-    from the other images on the same device, and may have the same label, as in the authors' code.
-    W is the weight of the training loss, including `timestep_weight`. The training loss must be a
-    `DenoisingLoss` or `HybridLoss`, because W does not contain the learned weights of
+    from the other images on the same device. As in the authors' code, both images may have the same
+    label. W is the weight of the training loss, including `timestep_weight`. The training loss
+    must be a `DenoisingLoss` or `HybridLoss`, because W does not contain the learned weights of
     `UncertaintyLoss`.
 
     The term biases the model. Let E[target] be the mean target over all images at time t. At the

@@ -26,10 +26,10 @@ class SelfTeacher(nn.Module):
 
     The teacher is a copy of the network. Its weights are an exponential moving average of the
     network's weights. Teacher and network get each image with the same noise and the same
-    condition, but the noise level of the teacher is lower. The time of the network is the quantile
-    of `module.times` at u. The time of the teacher is the quantile at `max(u - k, 0)`, with k
-    uniform in [0, max_interval) for each image. The paper subtracts k from the time itself, which
-    is the same if times are uniform in [0, 1].
+    condition, but the noise level of the teacher is lower. Each image has a random number u in
+    [0, 1). The time of the network is the quantile of `module.times` at u. The time of the teacher
+    is the quantile at `max(u - k, 0)`, with k uniform in [0, max_interval) for each image. The
+    paper subtracts k from the time itself, which is the same if times are uniform in [0, 1].
 
     The averaged weights are part of the state_dict, which makes a checkpoint larger by the size of
     the network. They are updated once after each optimizer step. In the first step of a new fit,

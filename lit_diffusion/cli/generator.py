@@ -97,8 +97,8 @@ class ImageGenerator:
 def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGenerator:
     """Load a checkpoint, and set the solver and guidance of the options.
 
-    With `check=True`, a solver or guidance of the options that does not fit the module raises
-    ValueError. Callers that will replace the solver pass `check=False`.
+    With `check=True`, the function raises ValueError if the options set a solver or a guidance that
+    does not fit the module. Callers that will replace the solver pass `check=False`.
     """
     assert options.checkpoint is not None
     device = usable_device(options.device)

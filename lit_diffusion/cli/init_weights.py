@@ -106,8 +106,8 @@ def match_weights(
     Shapes may differ in axes of length 1.
 
     Returns:
-        The weights that fit, reshaped to the module's shapes, and a dictionary of the names of all
-        weights. Its keys say what happens to the weights, such as "copied".
+        The weights that fit, reshaped to the module's shapes, and a dictionary of lists that name
+        all weights. Each key, such as "copied", says what happens to the weights in its list.
     """
     shared = [n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])]
     equal = [n for n in shared if target[n].shape == state[n].shape]

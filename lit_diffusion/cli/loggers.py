@@ -25,8 +25,8 @@ class AppendingCSVLogger(Logger):
     A row is in the file when `log_metrics` returns. New metrics become new columns at the right.
 
     When a run resumes at a step, `rewind` deletes the rows of later steps. If `rewind` was not
-    called before, the first `log_metrics` calls it with its own step. If metrics of the step at
-    which the run resumes are logged again, the new row replaces the old one.
+    called before, the first `log_metrics` calls it with the step of the new row. If metrics of the
+    step at which the run resumes are logged again, the new row replaces the old one.
 
     Args:
         save_dir: folder of the run, created with the first row.
@@ -76,7 +76,7 @@ class AppendingCSVLogger(Logger):
 
     @rank_zero_only
     def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write a row to disk before Lightning logs it. Lightning's own call then adds no row."""
+        """Write a row to disk before Lightning logs it. When Lightning logs it, no row is added."""
         self.log_metrics(metrics, step)
         self._replaceable.append(_to_row(metrics, step))
         with self.path.open("a") as file:

@@ -43,7 +43,8 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
 def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Callback]:
     """Add LastCheckpoint and SaveOnSignal if they are missing, and move them to the end.
 
-    These two callbacks come last because they save the state of all other callbacks in last.ckpt.
+    LastCheckpoint and SaveOnSignal come last because they save the state of all other callbacks in
+    last.ckpt.
     """
     for callback in callbacks:
         saves_last = isinstance(callback, ModelCheckpoint) and callback.save_last

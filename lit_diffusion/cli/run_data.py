@@ -29,8 +29,8 @@ def read_data_settings(
 ) -> tuple[list[dict[str, Any]], str]:
     """Read the `data` sections of `configs`, or of the run's config if there are no `configs`.
 
-    Also return the paths of the configs as text for messages. A ValueError is raised if there are
-    no `configs` and the checkpoint is in no run folder with a config.
+    Also return the paths of the configs as text for messages. If there are no `configs`, the
+    checkpoint must be in a run folder with a config. Otherwise, a ValueError is raised.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     file = latest_config(root) if root else None
@@ -82,8 +82,9 @@ def real_images(
 
     The argument `reference` is a split of the run's data ("train", "val" or "test"), a folder or an
     .npz file. For a model of latents, None means the reference of the run's last evaluation. For
-    any other model, None means "val". The second image set is the split "train", or "val" if the
-    reference is "train". It is None if the reference is a folder or an .npz file.
+    any other model, None means "val". The second image set that the function returns is the split
+    "train", or "val" if the reference is "train". The second image set is None if the reference is
+    a folder or an .npz file.
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None
@@ -104,9 +105,10 @@ def real_images(
 def protocol_of_run(checkpoint: str | None) -> str:
     """Name of a run's FID protocol, from its last evaluation or else from its config.
 
-    If the run folder contains a copy of the feature extractor, the name is the path of this copy.
-    The name is never a path outside the run folder. If the run has no evaluations, the extractor
-    in its config must be shipped with lit-diffusion, or have exactly one copy in the run folder.
+    If the run folder contains a copy of the protocol's feature extractor, the function returns the
+    path of this copy instead of the name. It never returns a path outside the run folder. If the
+    run has no evaluations, the extractor in its config must be shipped with lit-diffusion, or have
+    exactly one copy in the run folder.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     if root is None:

@@ -147,10 +147,10 @@ def _join_configs(options: Sequence[str]) -> Iterator[str]:
 
 
 def read_config(config: str | Path) -> Any:
-    """Return the content of a config; {} for a missing file, for which the parser raises an error.
+    """Return the content of a config, or {} for a missing file (the parser raises its error).
 
-    If a run wrote the config, the path of the run folder in it is replaced by the current folder of
-    the config, because the run may have been moved.
+    If a run wrote the config, the current folder of the config replaces the run folder in all
+    paths, because the run may have been moved.
     """
     if os.path.isdir(config):
         fix = f"name a file in it, such as {os.path.join(config, 'config.yaml')}"
@@ -227,8 +227,8 @@ def _resume_configs(root: Path) -> list[Path]:
 def traces(root: Path) -> list[Path]:
     """Files that show that a folder contains a run: curves, scores and checkpoints.
 
-    If the only such file is a metrics.csv that records nothing but non-finite steps, the result is
-    [], as for a folder without a run.
+    If the only sign of a run is a metrics.csv that records nothing but non-finite steps, the result
+    is [], as for a folder without a run.
     """
     curves = root / "metrics.csv"
     min_lines = {curves: 2, root / "evaluations.jsonl": 1}

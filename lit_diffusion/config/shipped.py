@@ -29,8 +29,8 @@ def shipped_configs() -> Path:
 def find_shipped_config(path: str) -> str | None:
     """Return the path of an installed config, for a name such as `configs/digits.yaml`.
 
-    Return None for names that are not installed configs. If a file with this path exists in the
-    current folder, also return None, because that file takes precedence.
+    Return None if no installed config has the name `path`. Also return None if the current folder
+    contains a file of this name, because that file takes precedence.
     """
     match = re.fullmatch(r"configs/([\w./-]+\.yaml)", path)
     if match is None or ".." in match[1] or Path(path).exists():
@@ -42,8 +42,8 @@ def find_shipped_config(path: str) -> str | None:
 def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Replace names of installed configs on a command line with their paths.
 
-    The function replaces these names in positional arguments and in the values of the options in
-    `CONFIG_OPTIONS`. A value may consist of several names that are joined with +, such as
+    The function replaces names of configs in positional arguments and in the values of the options
+    in `CONFIG_OPTIONS`. A value may consist of several names that are joined with +, such as
     `a.yaml+b.yaml`.
 
     Returns:

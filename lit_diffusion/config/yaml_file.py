@@ -58,8 +58,9 @@ def read_yaml(path: str | Path) -> Any:
 def refuse_files(value: Any, source: Path) -> None:
     """Raise ValueError if a setting is the path of a config or of a pipe.
 
-    jsonargparse would open such a file. `source` is the file that contains the settings. A relative
-    path in a setting may be relative to the current folder or to the folder of `source`.
+    jsonargparse would open a config or pipe that a setting names. `source` is the file that
+    contains the settings. A relative path in a setting may be relative to the current folder or to
+    the folder of `source`.
     """
     for part in value.values() if isinstance(value, dict) else value:
         if isinstance(part, dict | list):

@@ -115,7 +115,7 @@ class ImageDataModule(LightningDataModule):
         """
 
     def pending_setup(self) -> str | None:
-        """Return a clause that announces what `check` will download or unpack; None if nothing."""
+        """Return text that says what `check` will download or unpack; None if it does neither."""
         return None
 
     def default_workers(self) -> int:

@@ -68,7 +68,7 @@ class CIFAR10(ImageDataModule):
             raise self._missing_files_error(f"could not be downloaded ({error})") from error
 
     def pending_setup(self) -> str | None:
-        """Return a clause that announces a download or unpacking; None if neither is needed."""
+        """Return text that announces a download or unpacking; None if neither is needed."""
         if not self._faults():
             return None
         archive = self.root / self.source.filename

@@ -260,8 +260,8 @@ def _normalize_url(url: str) -> str:
 def open_set(url: str, process: int) -> ChunkedSet:
     """Open the set at `url`, once per process.
 
-    The result is cached by `url` and `process`, the process id. A forked process therefore opens
-    the set again, because processes cannot share connections and mapped files.
+    Processes cannot share connections and mapped files. The result is therefore cached by `url` and
+    `process`, the process id, and a forked process opens the set again.
 
     Raises:
         FileNotFoundError: if a folder has no index of litdata.

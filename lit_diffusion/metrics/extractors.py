@@ -74,8 +74,9 @@ class FIDProtocol(Protocol):
     def build(self) -> nn.Module:
         """Build a module that maps images uint8 (N, channels, H, W) to features (N, F).
 
-        The module must be in eval mode. Its attribute `num_features` must be F. For the inception
-        score, it also needs a method `logits(features)` that returns (N, classes).
+        The module must be in eval mode. Its attribute `num_features` must be F, the number of
+        features. For the inception score, it also needs a method `logits(features)` that returns
+        (N, classes).
         """
 
 

@@ -290,8 +290,9 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
 def corrupt(x: Tensor, dither: float, generator: torch.Generator) -> LabelledBatch:
     """Blur a third of the images, and add noise to another third, to train the quality head.
 
-    First, the function adds weak noise to all images. Its standard deviation is random, and at most
-    `dither`. The strengths of the blur and of the second noise are also random.
+    First, the function adds weak noise to all images. The standard deviation of this noise is
+    random, and at most `dither`. The strength of the blur is also random, and so is the strength of
+    the noise that is added to a third of the images.
 
     Returns:
         The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 is blurred, 2 is noisy.

@@ -110,8 +110,9 @@ def dinov2_network(state: Mapping[str, Tensor]) -> VisionTransformer:
             from the shapes.
 
     Source: Oquab et al. 2023, "DINOv2: Learning Robust Visual Features without Supervision" (arXiv
-        2304.07193). The paper does not state the interpolation. It is bicubic, with a scale factor
-        of 16.1 / 37 instead of 16 / 37, as in the code that the authors published.
+        2304.07193). The paper does not state how position embeddings are interpolated. As in the
+        code that the authors published, the interpolation is bicubic, with a scale factor of
+        16.1 / 37 instead of 16 / 37.
     """
     width, patch_size = state["pos_embed"].shape[-1], state["patch_embed.proj.weight"].shape[-1]
     depth = sum(name.endswith("attn.qkv.weight") for name in state)
@@ -174,9 +175,10 @@ class CLIP(_PretrainedViT):
             published file.
 
     Source: Kynkaanniemi et al. 2022, "The Role of ImageNet Classes in Frechet Inception Distance"
-        (arXiv 2203.06026). The code of the paper does not show how images are resized, because it
-        loads the resizing with the network. Here, images are resized as in CLIP's own
-        preprocessing, except that images that are not square are stretched instead of cropped.
+        (arXiv 2203.06026). The code of the paper does not show how images are resized, because the
+        network file that it loads includes the resizing. Here, images are resized as in CLIP's own
+        preprocessing, with one exception: images that are not square are stretched instead of
+        cropped.
 
     Example:
         >>> CLIP().name, CLIP().metric

@@ -172,9 +172,9 @@ def check_data(
 ) -> None:
     """Raise ValueError if module and data module differ in image shape, VAE or number of classes.
 
-    The function checks only attributes that the data module has. The shape of x0 in the module is
-    `image_shape`. If `num_classes` is None, the module does not use labels, so the data may have
-    any number of classes.
+    The function checks only attributes that the data module has. `image_shape` is the shape of the
+    module's x0, with which the data's shape after encoding must agree. If `num_classes` is None,
+    the module does not use labels, so the data may have any number of classes.
     """
     if (vae_sha256 := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
         raise ValueError(
@@ -254,7 +254,7 @@ def check_batch(batch: object, takes_condition: bool) -> None:
 
 
 def unused_classes(data: object) -> str | None:
-    """Return a hint that an unconditional model ignores the data's classes; None without them."""
+    """Return a hint that unconditional models ignore the data's classes; None without classes."""
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None

@@ -77,7 +77,7 @@ class TwoTimesMLP(TimestepMLP):
     """Embedding of a noise level and of an interval: the sum of two `TimestepMLP`s.
 
     The MLP of the interval is named `interval`, and outputs zero at initialization. The other
-    parameters have the names of `TimestepMLP`.
+    parameters have the same names as in `TimestepMLP`.
 
     Source: Geng et al. 2025 (MeanFlow, arXiv 2505.13447), section 4.3, the variant that embeds
         (t, t - r). The zero initialization is ours. It lets training start from the weights of a

@@ -111,8 +111,8 @@ def mp_cat(a: Tensor, b: Tensor, t: float = 0.5) -> Tensor:
 
     The factors on a and b are `c * (1 - t) / sqrt(n_a)` and `c * t / sqrt(n_b)`, where n_a and n_b
     are the numbers of channels. The common factor c is chosen such that the result has magnitude 1
-    if a and b have. With t = 1/2, a and b contribute equally to the output of the next layer, even
-    if one of them has more channels.
+    if a and b have magnitude 1. With t = 1/2, a and b contribute equally to the output of the next
+    layer, even if one of them has more channels.
 
     Args:
         a: (B, n_a, H, W).

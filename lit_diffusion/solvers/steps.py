@@ -80,8 +80,8 @@ def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
 def with_grid(solver: Any, process: Process) -> Any:
     """Copy a solver, and set `times` of the copy to the grid that the solver uses for `process`.
 
-    Evaluation records store the copy instead of the solver, because `times=None` would not show
-    which grid was used. A solver without `times` is returned as it is.
+    Evaluation records store this copy. The solver itself may have `times=None`, which would not
+    show which grid was used. A solver without an attribute `times` is returned as it is.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow

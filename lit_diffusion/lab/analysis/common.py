@@ -44,8 +44,8 @@ class UnfinishedAnalysis(Exception):
 def load_analyzed_module(path: str, options: Namespace, moves: bool = True) -> LoadedModule:
     """Load the module of a checkpoint or run folder, with its --weights, on --device.
 
-    If the analysis `moves` the weights, spectral norms are computed exactly, because the singular
-    vectors that torch stores would be wrong for changed weights.
+    `moves` says whether the analysis changes the weights. If it does, spectral norms are computed
+    exactly, because the singular vectors that torch stores would be wrong for changed weights.
     """
     loaded = load_module(path, options.weights, trust=options.trust)
     loaded.module.to(usable_device(options.device))

@@ -110,7 +110,8 @@ def build_report(
 ) -> Report:
     """Compare the arms of run folders or CSV files.
 
-    The arguments are those of `lit-diffusion compare`. `only` has the names in --arms.
+    The arguments are those of `lit-diffusion compare`. `only` contains the names that are passed as
+    --arms.
 
     Raises:
         ValueError: if the runs, files or arms cannot be compared.

@@ -166,7 +166,7 @@ def check_network(model: Mapping[str, Any], trust: Sequence[str]) -> None:
 
 
 def score_curve(records: Sequence[Mapping[str, Any]], seed: int) -> Curve:
-    """Return the score of a run at each evaluation. With a score <= 1, it reaches all targets.
+    """Return a run's score at each evaluation. A score <= 1 means that the run reaches all targets.
 
     Each distance, such as the FID, is divided by its target. The score is the largest ratio.
     `records` are the evaluations in evaluations.jsonl.
