@@ -123,10 +123,10 @@ class AdaptiveTimesteps(TimestepWriter):
     density is the output of a network that sees the image. Here, all images share one density. The
     authors do not scale the rewards. Here, rewards are divided by their RMS, so that the effect of
     `entropy_weight` does not depend on the scale of the objective. In the authors' code, the
-    reward includes the entropy of the density, which is 0 for the uniform density. Therefore, the
-    effect of the entropy vanishes near the uniform density. Here, the entropy is separate from the
-    reward. Three more choices are ours: the selected bins are evenly spaced at the start, the
-    density is uniform at the start, and an image has the same noise before and after the update.
+    reward includes the differential entropy of the density. It is 0 for the uniform density, so its
+    effect vanishes near this density. Here, the entropy is separate from the reward. Three more
+    choices are ours: the selected bins are evenly spaced at the start, the density is uniform at
+    the start, and an image has the same noise before and after the update.
 
     Example:
         >>> AdaptiveTimesteps(num_bins=4).density_at().tolist()

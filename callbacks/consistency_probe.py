@@ -66,7 +66,7 @@ class ConsistencyProbe(PeriodicEvaluation):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Clear the samples of an earlier fit.
 
-        In a resumed fit, Lightning restores the samples in the checkpoint after this call.
+        In a resumed fit, Lightning later restores the samples from the checkpoint.
         """
         super().setup(trainer, pl_module, stage)
         if stage == "fit":

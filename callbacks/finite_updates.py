@@ -205,7 +205,7 @@ class FiniteUpdates(pl.Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the device choose updates to skip, if optimizers, strategy and arguments allow it.
+        """Let the device itself skip updates, if optimizers, strategy and arguments allow it.
 
         Lightning restores the optimizers of a checkpoint before it calls this hook.
         """

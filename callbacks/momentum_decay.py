@@ -156,7 +156,7 @@ class MomentumDecay(pl.Callback):
         self._hooks: list[RemovableHandle] = []
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """Return the options to set in a param group for the update after `step` completed ones."""
+        """Return a param group's new options for the update after `step` completed updates."""
         beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:

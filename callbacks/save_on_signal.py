@@ -195,7 +195,7 @@ class _MaxReducer:
         """Start to compute the maximum of `number` over ranks. Return the previous call's maximum.
 
         The maximum over the ranks is computed in the background, so training can go on. The next
-        call returns this maximum. If there is only one rank, the call returns `number` itself.
+        call returns this maximum. If there is only one rank, this call returns `number`.
         """
         if self._group is None:
             return number

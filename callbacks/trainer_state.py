@@ -135,8 +135,8 @@ def attached_trainer(module: pl.LightningModule) -> pl.Trainer | None:
 def completed_steps(module: pl.LightningModule) -> int | None:
     """Return the optimizer steps completed in the current fit, or None outside a fit.
 
-    Outside a fit, the Trainer's step count can be wrong for the module: a new Trainer starts to
-    count at 0, even if the module is already trained.
+    Outside a fit, the Trainer's step count can be wrong for the module: a new Trainer starts
+    counting at 0, even if the module is already trained.
     """
     trainer = attached_trainer(module)
     fitting = trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
@@ -146,10 +146,9 @@ def completed_steps(module: pl.LightningModule) -> int | None:
 def output_folder(trainer: pl.Trainer) -> str:
     """Return the folder for files of callbacks. All ranks get the same folder. Collective.
 
-    The command `lit-diffusion fit` stores the folder for files of callbacks in
-    `trainer.run_folder`. If the Trainer does not have this attribute, the function returns the
-    folder in which Lightning creates `checkpoints/`: the first logger's version directory, or
-    `default_root_dir` without a logger.
+    The command `lit-diffusion fit` stores this folder in `trainer.run_folder`. If the Trainer does
+    not have this attribute, the function returns the folder in which Lightning creates
+    `checkpoints/`: the first logger's version directory, or `default_root_dir` without a logger.
     """
     folder = getattr(trainer, "run_folder", trainer.default_root_dir)
     if not hasattr(trainer, "run_folder") and trainer.loggers:
@@ -267,7 +266,7 @@ def undivided_sampler(loader: Any) -> Any:
 def is_built_from_config() -> bool:
     """Whether LightningCLI is now constructing a module from a config.
 
-    Hyperparameters from a config are plain builtins, such as numbers and lists.
+    The module's hyperparameters are then plain builtins, such as numbers and lists.
     """
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 

@@ -297,7 +297,7 @@ class ContinuousVP:
     `B(t) = beta_min * t + beta_d * t**2 / 2`. The network gets `999 * t` as its noise label.
 
     Args:
-        beta_min: slope of the function B (see above) at t = 0.
+        beta_min: slope of B at t = 0.
         beta_d: difference between the slopes of B at t = 1 and t = 0.
         t_min: least noisy time in training.
 

@@ -299,8 +299,7 @@ class NoisedBatch(NamedTuple):
         condition: condition of the images, after label dropout.
         t: (B,) float64 times of the process.
         noise: (B, C, H, W) noise, with `x_t = alpha(t) * x0 + sigma(t) * noise`.
-        u: (B,) float64 numbers in [0, 1). Each time t is the u-quantile of the distribution of
-            training times.
+        u: (B,) float64 numbers in [0, 1). Each time t is the u-quantile of the module's `times`.
         images: the images as the data module returns them: uint8 (B, 3, H', W') pixels, or
             floating-point moments of latents.
     """

@@ -29,8 +29,8 @@ def read_data_settings(
 ) -> tuple[list[dict[str, Any]], str]:
     """Read the `data` sections of `configs`, or of the run's config if there are no `configs`.
 
-    Also return the paths of the configs as text for messages. If there are no `configs`, the
-    checkpoint must be in a run folder with a config. Otherwise, a ValueError is raised.
+    Also return the paths of the configs as text for messages. A ValueError is raised if there are
+    no `configs` and the checkpoint is not in a run folder that contains a config.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     file = latest_config(root) if root else None

@@ -147,10 +147,10 @@ def _join_configs(options: Sequence[str]) -> Iterator[str]:
 
 
 def read_config(config: str | Path) -> Any:
-    """Return the content of a config, or {} for a missing file (the parser raises its error).
+    """Return the content of a config, or {} if there is no file (the parser then raises an error).
 
     If a run wrote the config, the current folder of the config replaces the run folder in all
-    paths, because the run may have been moved.
+    paths of the config, because the run may have been moved.
     """
     if os.path.isdir(config):
         fix = f"name a file in it, such as {os.path.join(config, 'config.yaml')}"

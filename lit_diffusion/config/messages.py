@@ -148,8 +148,8 @@ def is_user_error(
 
     This is the case for three kinds of errors:
 
-    - errors that a `raise` statement in one of `packages` raises (in a DataLoader worker, only a
-      `raise` statement in lit_diffusion);
+    - errors from a `raise` statement in one of `packages` (in a DataLoader worker, only in
+      lit_diffusion), and Lightning's `MisconfigurationException`;
     - errors of the operating system with an error number, such as a full disk or a missing file,
       but not connection errors;
     - errors because the machine or the GPU is out of memory.

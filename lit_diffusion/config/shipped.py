@@ -42,8 +42,8 @@ def find_shipped_config(path: str) -> str | None:
 def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Replace names of installed configs on a command line with their paths.
 
-    The function replaces names of configs in positional arguments and in the values of the options
-    in `CONFIG_OPTIONS`. A value may consist of several names that are joined with +, such as
+    The function replaces these names in positional arguments and in the values of the options in
+    `CONFIG_OPTIONS`. A value may consist of several names that are joined with +, such as
     `a.yaml+b.yaml`.
 
     Returns:

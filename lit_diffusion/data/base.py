@@ -115,7 +115,10 @@ class ImageDataModule(LightningDataModule):
         """
 
     def pending_setup(self) -> str | None:
-        """Return text that says what `check` will download or unpack; None if it does neither."""
+        """Return text that says what `check` will download or unpack; None if it does neither.
+
+        The text is a clause without a period, such as "FILE will be unpacked".
+        """
         return None
 
     def default_workers(self) -> int:

@@ -81,7 +81,7 @@ class MNIST(ImageDataModule):
             ) from error
 
     def pending_setup(self) -> str | None:
-        """Return a clause that announces a download; None if no file is missing."""
+        """Return text that announces a download; None if no file is missing."""
         if not self._missing():
             return None
         return f"{self._name} will be downloaded into {self.root}, which needs a network"

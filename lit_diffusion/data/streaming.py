@@ -261,7 +261,7 @@ def open_set(url: str, process: int) -> ChunkedSet:
     """Open the set at `url`, once per process.
 
     Processes cannot share connections and mapped files. The result is therefore cached by `url` and
-    `process`, the process id, and a forked process opens the set again.
+    `process`, the process id, so a forked process opens the set again.
 
     Raises:
         FileNotFoundError: if a folder has no index of litdata.

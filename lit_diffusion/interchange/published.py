@@ -82,9 +82,9 @@ def model_config(spec: Json) -> Json:
     """Return a config of an imported network, to be added to a config with all other settings.
 
     The returned config contains all arguments of the network, even arguments with default values.
-    If you add it to another config, it therefore overrides all arguments of the network there. It
-    also contains the number of classes, and the image shape if the network supports only one image
-    size. The argument `spec` is the result of `convert`.
+    It therefore overrides all arguments of the network in a config to which it is added. It also
+    contains the number of classes, and the image shape if the network supports only one image size.
+    The argument `spec` is the result of `convert`.
     """
     network_class, arguments = NETWORKS[spec["class_path"]], spec["init_args"]
     is_classifier = network_class is EncoderUNet

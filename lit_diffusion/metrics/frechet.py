@@ -79,7 +79,7 @@ class FrechetDistance(FrechetInceptionDistance):
         return mean, (outer - count * mean.outer(mean)) / (count - 1)
 
     def real_sums(self) -> dict[str, Tensor]:
-        """Return the feature sums and the number of the real images of all processes, on the CPU.
+        """Return the metric's states for the real images, summed over all processes, on the CPU.
 
         All processes must call this method.
         """

@@ -172,9 +172,9 @@ def check_data(
 ) -> None:
     """Raise ValueError if module and data module differ in image shape, VAE or number of classes.
 
-    The function checks only attributes that the data module has. `image_shape` is the shape of the
-    module's x0, with which the data's shape after encoding must agree. If `num_classes` is None,
-    the module does not use labels, so the data may have any number of classes.
+    The function checks only attributes that the data module has. After encoding, the data must have
+    the shape `image_shape` of the module's x0. If `num_classes` is None, the module does not use
+    labels, so the data may have any number of classes.
     """
     if (vae_sha256 := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
         raise ValueError(

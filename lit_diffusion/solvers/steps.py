@@ -81,7 +81,7 @@ def with_grid(solver: Any, process: Process) -> Any:
     """Copy a solver, and set `times` of the copy to the grid that the solver uses for `process`.
 
     Evaluation records store this copy. The solver itself may have `times=None`, which would not
-    show which grid was used. A solver without an attribute `times` is returned as it is.
+    show which grid was used. A solver that is not a dataclass with `times` is returned as it is.
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow

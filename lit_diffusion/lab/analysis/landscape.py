@@ -210,9 +210,10 @@ def plot_landscape(options: Namespace) -> str:
 def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:
     """Restrict a direction to the weights of the network that minimizes a loss.
 
-    A direction of a GAN must not change both of its networks. Their losses are opposed, so along
-    such a direction, neither loss would have its minimum at the center. If a loss trains the whole
-    module, the direction is returned unchanged.
+    The two networks of a GAN have opposing losses. Along a direction that changes both networks,
+    neither loss would have its minimum at the center. The direction for a loss therefore changes
+    only the network that this loss trains. If a loss trains the whole module, the direction is
+    returned unchanged.
     """
     if network_of_loss(module, loss) is None:
         return direction

@@ -291,7 +291,7 @@ def fid_table(comparison: Comparison) -> Table:
 
 
 def steadiness_table(comparison: Comparison) -> Table:
-    """Make a table of the spread of FID late in training, between seeds and between sample sets."""
+    """Make a table of the spread of FID: late in training, between seeds, between sample sets."""
 
     def percent(spread: float) -> str:
         return f"{100 * spread:.1f}%"
