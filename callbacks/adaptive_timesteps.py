@@ -55,8 +55,8 @@ def select_bins(reductions: Tensor, num: int) -> Tensor:
     in a linear regression of this sum on the reduction of one bin.
 
     Args:
-        reductions: (n, num_bins) float64: how much each of n >= 2 updates reduced the term of each
-            bin.
+        reductions: (n, num_bins) float64: how much each of n >= 2 updates reduced each bin's term
+            of the objective.
         num: number of bins to select.
 
     Returns:
@@ -85,13 +85,13 @@ class AdaptiveTimesteps(TimestepWriter):
     Beta density with the policy gradient (REINFORCE) of the rewards. An entropy term keeps the
     density from concentrating on a few noise levels.
 
-    The callback selects the `num_selected` terms of the objective whose reductions best predicted
-    the reduction of the whole objective in the last `queue_size` measurements. Therefore, each
-    measurement also computes the terms of all bins for the first image of the batch. A measurement
-    costs `2 * num_selected` forward passes of the batch and `2 * num_bins` forward passes of one
-    image, without gradients and in eval mode. Each image has the same noise before and after the
-    update. If gradients are accumulated, only the last batch of the update is measured.
-    Measurements do not change the random numbers of training.
+    The selected terms are those whose reductions best predicted the reduction of the whole
+    objective in the last `queue_size` measurements. To find them, each measurement also computes
+    the terms of all bins, but only for the first image of the batch. A measurement costs
+    `2 * num_selected` forward passes of the batch and `2 * num_bins` forward passes of one image,
+    without gradients and in eval mode. Each image has the same noise before and after the update.
+    If gradients are accumulated, only the last batch of the update is measured. Measurements do not
+    change the random numbers of training.
 
     The losses have no importance weights, so the training objective changes. All ranks share their
     rewards and use the same density. Checkpoints contain the state, so a resumed run continues
@@ -119,14 +119,17 @@ class AdaptiveTimesteps(TimestepWriter):
         TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Source: Kim et al. 2025 (Adaptive Non-uniform Timestep Sampling, arXiv 2411.09998), algorithms 1
-    and 2. The defaults except num_bins are from the authors' code for CIFAR-10. The authors'
-    density is the output of a network that sees the image. Here, all images share one density. The
-    authors do not scale the rewards. Here, rewards are divided by their RMS, so that the effect of
-    `entropy_weight` does not depend on the scale of the objective. In the authors' code, the
-    reward includes the differential entropy of the density. It is 0 for the uniform density, so its
-    effect vanishes near this density. Here, the entropy is separate from the reward. Three more
-    choices are ours: the selected bins are evenly spaced at the start, the density is uniform at
-    the start, and an image has the same noise before and after the update.
+    and 2. The defaults except num_bins are from the authors' code for CIFAR-10.
+
+    The authors' density is the output of a network that sees the image. Here, all images share one
+    density. The authors do not scale the rewards. Here, rewards are divided by their RMS, so that
+    the effect of `entropy_weight` does not depend on the scale of the objective.
+
+    In the authors' code, the reward includes the differential entropy of the density. This entropy
+    is 0 for the uniform density, so it has no effect near the uniform density. Here, the entropy is
+    separate from the reward. Three more choices are ours: the selected bins are evenly spaced at
+    the start, the density is uniform at the start, and an image has the same noise before and after
+    the update.
 
     Example:
         >>> AdaptiveTimesteps(num_bins=4).density_at().tolist()

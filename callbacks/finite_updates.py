@@ -328,8 +328,8 @@ class FiniteUpdates(pl.Callback):
     ) -> None:
         """Stop the run if the device skipped an update.
 
-        The last `max_unread` updates are not checked, so the host does not wait for them. Callbacks
-        that read weights in `on_train_batch_end` should call this method first.
+        This method checks all updates except the last `max_unread`, which the device may still be
+        computing. Callbacks that read weights in `on_train_batch_end` should call it first.
         """
         while len(self._unread) > max_unread:
             if (update := self._unread.popleft()).is_skipped():

@@ -6,7 +6,7 @@ The profile p is the density
     p(tau) = (gamma + 1) * tau**gamma / t**(gamma + 1).
 
 Users choose the relative width of the profile, and gamma is computed from this width. The relative
-width is the standard deviation of tau under the density p, divided by t.
+width is the standard deviation of the step tau under the density p, divided by the current step t.
 """
 
 from collections.abc import Sequence

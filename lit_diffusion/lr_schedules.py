@@ -59,7 +59,7 @@ class WarmupConstant(LambdaLR):
 
 
 class WarmupInverseSqrt(WarmupConstant):
-    """Schedule in which the lr is constant and then falls as `1 / sqrt(step)`, after a warm-up.
+    """Schedule in which the lr warms up, then stays constant, and then falls as `1 / sqrt(step)`.
 
     The lr is multiplied by `1 / sqrt(max(step / reference_steps, 1))`, and by the factor of the
     warm-up. Unlike with `WarmupLinear`, the lr does not depend on the length of the run.

@@ -25,10 +25,10 @@ class RepresentationAlignment(nn.Module):
     - With the teacher `PretrainedEncoder`, this is REPA. The defaults are the settings of REPA.
     - With the teacher `SelfTeacher`, this is SRA. Set `distance="smooth_l1"` and
       `hidden=(2 * width,)`, as in the paper. In the authors' code for the paper, the weight is 0.2
-      for SiT and 0.04 for DiT, so the term has about the same magnitude as the training loss. This
-      weight falls slowly after 150 epochs on ImageNet-256. Their later code for SiT uses the weight
-      0.5 and a cosine distance, which is computed for each feature, over all positions. Here,
-      "cosine" is computed at each position, over all features, as in REPA.
+      for SiT and 0.04 for DiT, so the term has about the same magnitude as the training loss. On
+      ImageNet-256, this weight falls slowly after 150 epochs. Their later code for SiT uses the
+      weight 0.5 and another cosine distance than `distance="cosine"`. Their distance has one cosine
+      per feature, over all positions. Ours has one per position, over all features, as in REPA.
     - With `until_step`, the term is switched off after a number of steps, as in HASTE. HASTE also
       aligns attention maps, which this class does not.
 

@@ -150,7 +150,7 @@ def list_snapshots(folder: Path) -> dict[int, Path]:
 
 
 def delete_snapshots_after(folder: Path, step: int) -> int:
-    """Delete snapshots written after more than `step` updates, and return the number of files."""
+    """Delete snapshots written after more than `step` updates. Return how many were deleted."""
     later = [file for number, file in list_snapshots(folder).items() if number > step]
     for file in later:
         file.unlink()

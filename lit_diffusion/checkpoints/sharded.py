@@ -52,7 +52,7 @@ Keys = tuple[Any, ...]
 
 
 class AtomicModelParallelStrategy(ModelParallelStrategy):
-    """ModelParallelStrategy that writes checkpoints atomically and reads them without running code.
+    """ModelParallelStrategy that writes checkpoints atomically, and runs no code from them.
 
     `lit-diffusion fit` uses this class instead of Lightning's ModelParallelStrategy. The arguments
     are the same. With `save_distributed_checkpoint=True`, a checkpoint is a folder, and each rank

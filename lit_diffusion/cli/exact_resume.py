@@ -53,9 +53,9 @@ class ExactResume(trainer_state.AccumulationTracker, Callback):
     later steps. Training images are counted correctly even if a resume changes the batch size.
 
     If a callback other than `LastCheckpoint` saves a checkpoint, a resume from it may be inexact,
-    for the reasons in `_why_inexact`. The reason is written into the checkpoint, and a resume warns
-    of it. If the checkpoint lacks accumulated gradients, a resume raises an error. You can still
-    sample from such a checkpoint.
+    for example because the resume skips a validation. The reason is written into the checkpoint,
+    and a resume warns of it. If the checkpoint lacks accumulated gradients, a resume raises an
+    error. You can still sample from such a checkpoint.
 
     List this callback after GradientAccumulationScheduler. Otherwise, the scheduler raises an error
     at the start of training, because this callback has changed the number of accumulated batches.

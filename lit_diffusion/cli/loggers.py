@@ -76,7 +76,7 @@ class AppendingCSVLogger(Logger):
 
     @rank_zero_only
     def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write a row to disk before Lightning logs it. When Lightning logs it, no row is added."""
+        """Write a row to disk before Lightning logs it. Lightning then adds no second row."""
         self.log_metrics(metrics, step)
         self._replaceable.append(_to_row(metrics, step))
         with self.path.open("a") as file:

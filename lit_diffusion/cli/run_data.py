@@ -78,7 +78,7 @@ def real_images(
     configs: Sequence[str] | None,
     trust: Sequence[str],
 ) -> tuple[ImageSet, ImageSet | None]:
-    """Return the reference images, and more real images whose FID is reported for comparison.
+    """Return the reference images, and other real images, whose FID is reported for comparison.
 
     The argument `reference` is a split of the run's data ("train", "val" or "test"), a folder or an
     .npz file. For a model of latents, None means the reference of the run's last evaluation. For

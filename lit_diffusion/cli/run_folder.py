@@ -149,8 +149,8 @@ def _join_configs(options: Sequence[str]) -> Iterator[str]:
 def read_config(config: str | Path) -> Any:
     """Return the content of a config, or {} if there is no file (the parser then raises an error).
 
-    If a run wrote the config, the current folder of the config replaces the run folder in all
-    paths of the config, because the run may have been moved.
+    If a run wrote the config, the run folder may have been moved since. Therefore, in all paths of
+    the config, the old run folder is replaced with the folder that contains the config now.
     """
     if os.path.isdir(config):
         fix = f"name a file in it, such as {os.path.join(config, 'config.yaml')}"
@@ -227,8 +227,8 @@ def _resume_configs(root: Path) -> list[Path]:
 def traces(root: Path) -> list[Path]:
     """Files that show that a folder contains a run: curves, scores and checkpoints.
 
-    If the only sign of a run is a metrics.csv that records nothing but non-finite steps, the result
-    is [], as for a folder without a run.
+    A metrics.csv that records only non-finite steps does not count if it is the only sign of a run.
+    The result is then [], as for a folder without a run.
     """
     curves = root / "metrics.csv"
     min_lines = {curves: 2, root / "evaluations.jsonl": 1}

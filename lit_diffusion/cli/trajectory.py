@@ -31,7 +31,7 @@ class Frame(NamedTuple):
 
 
 class Trajectory:
-    """A `protocols.Watch` that records evenly spaced solver steps, fewer than `MAX_GIF_STEPS`.
+    """A `protocols.Watch` that records fewer than `MAX_GIF_STEPS` solver steps, evenly spaced.
 
     Each x_t is divided by `sqrt(alpha**2 + sigma**2)`, so that it has the scale of an image.
     """

@@ -148,8 +148,9 @@ def is_user_error(
 
     This is the case for three kinds of errors:
 
-    - errors from a `raise` statement in one of `packages` (in a DataLoader worker, only in
-      lit_diffusion), and Lightning's `MisconfigurationException`;
+    - errors from a `raise` statement in one of `packages`, and Lightning's
+      `MisconfigurationException`. If the error is from a DataLoader worker, only `raise` statements
+      in lit_diffusion count;
     - errors of the operating system with an error number, such as a full disk or a missing file,
       but not connection errors;
     - errors because the machine or the GPU is out of memory.

@@ -96,7 +96,7 @@ def write_diffusers(
 
 @torch.no_grad()
 def compare_with_pipeline(folder: str | Path, module: Any) -> str:
-    """Compare images of a pipeline and of the module from which `write_diffusers` has written it.
+    """Compare images of a module with images of the pipeline that `write_diffusers` wrote from it.
 
     The pipeline and the module start from the noise of the seeds 0 and 1, take the same number of
     steps, and use the class labels that `generate` assigns to the seeds. The pipeline uses no

@@ -22,8 +22,8 @@ class ShiftingGaussian(TimestepWriter):
     """Samples noise levels from a Gaussian whose mean moves from noisy to clean levels.
 
     The mean moves linearly with the number of optimizer steps (`trainer.global_step`). The callback
-    logs the mean as `shifting/mean`. It logs the total variation distance between the density and
-    the uniform density as `shifting/tv`.
+    logs the mean as `shifting/mean`. It logs the total variation distance between the density of
+    the noise levels and the uniform density as `shifting/tv`.
 
     Args:
         num_steps: optimizer steps until the mean reaches `end`, where it stays.

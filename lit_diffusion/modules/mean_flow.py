@@ -45,8 +45,8 @@ class MeanFlow(DiffusionModule):
     value is r. A fraction `equal_times` of the images has r = t instead. Only images with r < t
     need the Jacobian-vector product.
 
-    In `generate`, `DDIM` and `Euler` with `eta=0` use the average velocity of each step. Other
-    solvers, likelihoods and inversion use the velocity v.
+    In `generate`, the solvers `DDIM` and `Euler` use the average velocity of each step if their
+    `eta` is 0. Other solvers, likelihoods and inversion use the velocity v.
 
     Args:
         *args: arguments of `DiffusionModule`. The network must take two times, as `UNet` and `DiT`
@@ -71,10 +71,10 @@ class MeanFlow(DiffusionModule):
     Source: Geng et al. 2025 (MeanFlow, arXiv 2505.13447), Eq. 6, algorithms 1 and 2, sections 4.2
         and 4.3, and appendix B.1 for kappa. Two choices are ours. The derivative is computed in
         evaluation mode, without dropout. Guidance applies at all times, whereas some of the
-        authors' models use it only in an interval. The authors' code has 0.01 in the adaptive
-        weight, where the paper has 1e-3. For images whose condition was dropped, the target in the
-        authors' code contains `noise - x0`, and our target contains the velocity with guidance. At
-        the optimum, both targets have the same mean.
+        authors' models use it only in an interval. The constant 1e-3 in the loss is from the paper.
+        The authors' code has 0.01 instead. For images whose condition was dropped, the target in
+        the authors' code contains `noise - x0`, and our target contains the velocity with guidance.
+        At the optimum, both targets have the same mean.
 
     Example:
         >>> from lit_diffusion.losses import Simple

@@ -38,7 +38,7 @@ def copy_weights(module: nn.Module) -> WeightState:
 def evaluate_losses(
     module: nn.Module, states: Iterable[Mapping[str, Tensor]], losses: Losses
 ) -> NDArray[np.float64]:
-    """Evaluate losses of a module at several weights, then restore the original weights.
+    """Evaluate losses of a module at several sets of weights, then restore the original weights.
 
     A weight that is missing in one of the `states` keeps its previous value.
 

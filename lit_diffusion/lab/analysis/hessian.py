@@ -79,13 +79,14 @@ class Spectrum:
         """Quadrature weights (V, m), with `1 / P` for the eigenvalues at both ends of the spectrum.
 
         In a single Lanczos run, the weight of a large eigenvalue is proportional to the square of
-        one normal variable, so sums over large eigenvalues would be noisy. Therefore, weights are
-        replaced by their expectation `1 / P`, where P is the number of parameters. They are
-        replaced one by one, from each end of the spectrum inward. From each end, the replacement
-        stops at the first Ritz value on which the runs disagree. It also stops at the first weight
-        whose mean over runs is at least `4 / P`, because such a weight belongs to an eigenvalue of
-        multiplicity above 1. The weights between the two stops are rescaled, so that each row still
-        sums to 1.
+        one normal variable, so weighted sums over large eigenvalues would be noisy. Therefore,
+        weights are replaced by their expectation `1 / P`, where P is the number of parameters.
+
+        The weights are replaced one by one, from each end of the spectrum inward. From each end,
+        the replacement stops at the first Ritz value on which the runs disagree. It also stops at
+        the first weight whose mean over runs is at least `4 / P`, because such a weight belongs to
+        an eigenvalue of multiplicity above 1. The weights between the two stops are rescaled, so
+        that each row still sums to 1.
         """
         magnitudes = np.abs(self.nodes).max(axis=0)
         agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan

@@ -59,9 +59,9 @@ def barrier(alphas: NDArray[np.float64], values: NDArray[np.float64]) -> float:
 class FeatureAxis:
     """A dimension of a tensor in the state dict that is indexed by hidden features.
 
-    The dimension may contain the list of features several times. For example, a tensor that
-    contains the scales of all features, followed by the shifts of all features, has two `copies` of
-    the list.
+    The list of features may be repeated along this dimension. For example, a tensor that contains
+    the scales of all features, followed by the shifts of all features, has two `copies` of the
+    list.
     """
 
     name: str

@@ -251,12 +251,13 @@ def paired_spread(curves: Iterable[Curve]) -> Spread | None:
 
     If all runs generate their k-th set of samples from the same seeds, the choice of these seeds
     may raise or lower the FIDs of all runs alike. This effect is removed, because it cancels when
-    runs are compared. Let `x_rk` be the log FID of run r on its k-th set. The spread is computed
-    from the residuals `x_rk - mean_k - mean_r + mean`, which have `(runs - 1) * (sets - 1)` degrees
-    of freedom. If the k-th set has different seeds in each run, there is nothing to remove, and the
-    result estimates the same value as `sampling_spread`. Only runs whose last FIDs are all finite
-    are used. Runs with the same number of sets form a group, and the variances of the groups are
-    pooled.
+    runs are compared. If the k-th set has different seeds in each run, there is nothing to remove,
+    and the result estimates the same value as `sampling_spread`.
+
+    Let `x_rk` be the log FID of run r on its k-th set. The spread is computed from the residuals
+    `x_rk - mean_k - mean_r + mean`, which have `(runs - 1) * (sets - 1)` degrees of freedom. Runs
+    with the same number of sets form a group, and the variances of the groups are pooled. A run is
+    left out if one of its last FIDs is not finite.
 
     Returns:
         The spread. It can be computed if at least two runs have the same number of sets, and this

@@ -90,8 +90,8 @@ class Speedup:
     """Ratio of the baseline's steps to an arm's steps, both to the same FID.
 
     Attributes:
-        ratio: geometric mean of the baseline's steps over seeds, divided by the geometric mean of
-            the arm's steps; 2 means that the arm needs half the steps.
+        ratio: geometric mean over seeds of the steps that the baseline needs to reach the FID,
+            divided by the same mean for the arm; 2 means that the arm needs half the steps.
         low: lower end of the 95% interval; 0 if `ratio` is an upper bound, None if there is no
             interval.
         high: upper end of the 95% interval; infinite if `ratio` is a lower bound, None if there is
@@ -115,11 +115,11 @@ class Speedup:
 def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     """Measure how many times fewer steps an arm needs than the baseline.
 
-    The interval comes from Welch's t test on the logarithms of the steps. If only a bound on the
-    step of a run is known, the test uses this bound, so the ratio is a bound too. If the ratio is a
-    lower bound, the interval has no upper end. If the ratio is an upper bound, the interval starts
-    at 0. There is no interval for a lower bound <= 1 or an upper bound >= 1, because such a bound
-    does not show which arm is faster.
+    The interval comes from Welch's t test on the logarithms of the steps at which the runs reached
+    the FID. If only a bound on such a step is known, the test uses this bound, so the ratio is a
+    bound too. If the ratio is a lower bound, the interval has no upper end. If the ratio is an
+    upper bound, the interval starts at 0. There is no interval for a lower bound <= 1 or an upper
+    bound >= 1, because such a bound does not show which arm is faster.
     """
     bounds, other = ({crossing.bound for crossing in each} for each in (baseline, arm))
     may_be_larger = Bound.MORE_THAN in bounds or Bound.AT_MOST in other

@@ -151,7 +151,7 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """Format the FID to which a speed-up is measured, as in " to 0.306"; "" for the target itself.
+    """Format the FID to which a speed-up is measured, as in " to 0.306"; "" if it is the target.
 
     If this FID (`result.at`) differs from the target but both round to the same number, the text
     gives both with more digits, as in " to 0.2693, not 0.2691".
