@@ -126,10 +126,10 @@ class AdaptiveTimesteps(TimestepWriter):
     the effect of `entropy_weight` does not depend on the scale of the objective.
 
     In the authors' code, the reward includes the differential entropy of the density. This entropy
-    is 0 for the uniform density, so it has no effect near the uniform density. Here, the entropy is
-    separate from the reward. Three more choices are ours: the selected bins are evenly spaced at
-    the start, the density is uniform at the start, and an image has the same noise before and after
-    the update.
+    is 0 for the uniform density, so it has almost no effect near the uniform density. Here, the
+    entropy is separate from the reward. Three more choices are ours: the selected bins are evenly
+    spaced at the start, the density is uniform at the start, and an image has the same noise before
+    and after the update.
 
     Example:
         >>> AdaptiveTimesteps(num_bins=4).density_at().tolist()

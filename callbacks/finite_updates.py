@@ -328,8 +328,8 @@ class FiniteUpdates(pl.Callback):
     ) -> None:
         """Stop the run if the device skipped an update.
 
-        This method checks all updates except the last `max_unread`, which the device may still be
-        computing. Callbacks that read weights in `on_train_batch_end` should call it first.
+        This method waits for, and checks, all updates except the last `max_unread`. Callbacks that
+        read weights in `on_train_batch_end` should call it first.
         """
         while len(self._unread) > max_unread:
             if (update := self._unread.popleft()).is_skipped():

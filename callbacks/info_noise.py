@@ -118,11 +118,11 @@ class InfoNoise(LossBasedDensity):
         gate    = r**3 / (r**3 + gate_sigma**3)        with r = sigma / alpha
         density = profile / (weight of the loss on the squared error of x0)
 
-    The share of a noise level in the training objective is `density * weight`. It follows the
-    profile, because the density is the profile divided by the weight. The losses are not corrected
-    for the density, so the training objective changes. Without the gate, the profile would be too
-    large at low noise levels. There, the derivative of the SNR is large, and the errors of an
-    unfinished network are far above the lowest possible errors.
+    The share of a noise level in the training objective is `density * weight`, so it follows the
+    profile. The losses are not corrected for the density, so the training objective changes.
+    Without the gate, the profile would be too large at low noise levels. There, the derivative of
+    the SNR is large, and the errors of an unfinished network are far above the lowest possible
+    errors.
 
     Noise levels are sampled uniformly until each bin has `history` losses. The callback logs
     `info_noise/full`, the fraction of bins with `history` losses, and `info_noise/tv`, the total

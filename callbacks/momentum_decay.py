@@ -101,8 +101,8 @@ class MomentumDecay(pl.Callback):
       of a fused optimizer even in a skipped update.
     - Checkpoints contain total_steps and the number of steps of each optimizer. If you pass a
       number as total_steps, it overrides the checkpoint's total_steps on resume. With None, the
-      checkpoint's total_steps is used, even if the length of the fit differs. A warning is printed
-      if your number, or with None the length of the fit, differs from the checkpoint's total_steps.
+      checkpoint's total_steps is used, even if the length of the fit differs. In both cases, a
+      difference from the checkpoint's total_steps causes a warning.
     - At the start of a batch, the beta1 and lr of the next update are logged as `mdlrc/beta1` and
       `mdlrc/lr`. If there are several optimizers or param groups, the names are
       `mdlrc/lr_optimizer1_group0` and so on.

@@ -36,9 +36,8 @@ class PowerEMA(EMA):
     widths from a checkpoint and the snapshots of earlier steps. To do so, call
     `load(run, weights="power_0.07")` or run `lit-diffusion evaluate --ema 0.03,0.07,0.15`. For
     widths from 0.02 to 0.25, 20 snapshots suffice. A reconstruction is a linear combination of the
-    stored averages. In this combination, the share of each training step approximates the share of
-    the step in the requested average. An error is raised if the relative L2 error of these shares
-    is above 0.1.
+    stored averages. In it, each training step has approximately the same share as in the requested
+    average. An error is raised if the relative L2 error of these shares is above 0.1.
 
     Like `EMA`, this callback averages trainable parameters in float32. Validation, test and predict
     use the average with the first width, while `LightningModule.state_dict()` returns the raw

@@ -266,8 +266,7 @@ def undivided_sampler(loader: Any) -> Any:
 def is_built_from_config() -> bool:
     """Whether LightningCLI is now constructing a module from a config.
 
-    During this construction, the module's hyperparameters are plain builtins, such as numbers and
-    lists.
+    In this case, the module's hyperparameters are plain builtins, such as numbers and lists.
     """
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 

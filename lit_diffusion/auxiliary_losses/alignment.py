@@ -27,7 +27,7 @@ class RepresentationAlignment(nn.Module):
       `hidden=(2 * width,)`, as in the paper. In the authors' code for the paper, the weight is 0.2
       for SiT and 0.04 for DiT, so the term has about the same magnitude as the training loss. On
       ImageNet-256, this weight falls slowly after 150 epochs. Their later code for SiT uses the
-      weight 0.5 and another cosine distance than `distance="cosine"`. Their distance has one cosine
+      weight 0.5 and a cosine distance that differs from `distance="cosine"`. Theirs has one cosine
       per feature, over all positions. Ours has one per position, over all features, as in REPA.
     - With `until_step`, the term is switched off after a number of steps, as in HASTE. HASTE also
       aligns attention maps, which this class does not.

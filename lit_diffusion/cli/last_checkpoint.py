@@ -36,10 +36,10 @@ class LastCheckpoint(trainer_state.AccumulationTracker, Checkpoint):
     previous last.ckpt and repeats the steps since then.
 
     The weights in a new last.ckpt may already have diverged. Therefore, the previous last.ckpt is
-    preserved as before-last.ckpt until the new weights have proven good. They are good if a batch
-    after the save has a finite loss, or if `FiniteUpdates` skips no update until the next save. On
-    a GPU, the loss is read only at logging steps. If a non-finite loss or gradient ends the run
-    while before-last.ckpt exists, before-last.ckpt replaces last.ckpt.
+    preserved as before-last.ckpt until the new weights have proven good. They count as good if a
+    batch after the save has a finite loss, or if `FiniteUpdates` skips no update until the next
+    save. On a GPU, the loss is read only at logging steps. If a non-finite loss or gradient ends
+    the run while before-last.ckpt exists, before-last.ckpt replaces last.ckpt.
 
     Args:
         folder: folder of last.ckpt.

@@ -149,11 +149,12 @@ def is_user_error(
     This is the case for three kinds of errors:
 
     - errors from a `raise` statement in one of `packages`, and Lightning's
-      `MisconfigurationException`. If the error is from a DataLoader worker, only `raise` statements
-      in lit_diffusion count;
+      `MisconfigurationException`;
     - errors of the operating system with an error number, such as a full disk or a missing file,
       but not connection errors;
     - errors because the machine or the GPU is out of memory.
+
+    In a DataLoader worker, only the `raise` statements of lit_diffusion count.
     """
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
         return True

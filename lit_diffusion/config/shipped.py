@@ -42,9 +42,9 @@ def find_shipped_config(path: str) -> str | None:
 def use_shipped_configs(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Replace names of installed configs on a command line with their paths.
 
-    The function replaces names of installed configs in positional arguments and in the values of
-    the options in `CONFIG_OPTIONS`. A value may consist of several names that are joined with +,
-    such as `a.yaml+b.yaml`.
+    The function replaces these names in positional arguments and in the values of the options in
+    `CONFIG_OPTIONS`. A value may consist of several names that are joined with +, such as
+    `a.yaml+b.yaml`.
 
     Returns:
         The new command line, and a dictionary that maps each replaced name to its path.

@@ -41,7 +41,7 @@ FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorize
 
 @dataclass(frozen=True)
 class FeatureComparison:
-    """A Frechet distance to measure, as its feature extractor and the statistics of real images.
+    """A Frechet distance to measure: its feature extractor and the statistics of real images.
 
     Attributes:
         name: name of the metric; "" for the FID itself.

@@ -26,10 +26,10 @@ def optimizer_and_schedule(
 ) -> OptimizerLRScheduler:
     """Create optimizer and learning-rate schedule, in the form of Lightning's configure_optimizers.
 
-    The optimizer trains the parameters of the module that require a gradient. If the optimizer
-    is a `MuonAdamW`, this function calls its method `attach(module)`. After each step of the
-    optimizer, networks with a method `normalize_weights` normalize their weights. Lightning steps
-    the schedule once per optimizer step. With `make_schedule=None`, the learning rate is constant.
+    The optimizer trains the parameters of the module that require a gradient. If it is a
+    `MuonAdamW`, this function calls its method `attach(module)`. After each step of the optimizer,
+    networks with a method `normalize_weights` normalize their weights. Lightning steps the schedule
+    once per optimizer step. With `make_schedule=None`, the learning rate is constant.
 
     Args:
         module: module to train.

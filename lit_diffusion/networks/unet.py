@@ -645,8 +645,7 @@ class EncoderUNet(_Encoder):
 def heads_for(channels: int, num_heads: int, head_channels: int | None) -> int:
     """Return the number of attention heads of a block.
 
-    The number of heads is `num_heads` if `head_channels` is None, and `channels / head_channels`
-    otherwise.
+    The number is `num_heads` if `head_channels` is None, and `channels / head_channels` otherwise.
 
     Raises:
         ValueError: if the channels cannot be divided among the heads.
