@@ -147,8 +147,8 @@ class CroppedImageDataModule(ImageDataModule):
         channels: 1 (gray), 2 (gray with alpha), 3 (RGB) or 4 (RGB with alpha).
         flip: whether to flip training images horizontally with probability 1/2. Flips differ
             between epochs.
-        random_crop: whether training crops are random. The side of a random crop is at least 0.8
-            of the image's shorter side.
+        random_crop: whether training crops are random. The side of a random square is at least
+            0.8 of the image's shorter side. The square is resized to `image_size`.
         **loader: options of `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:

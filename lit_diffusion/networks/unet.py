@@ -276,9 +276,8 @@ class ConditionedSequential(nn.ModuleList):
 class ZeroNullLabelEmbedding(LabelEmbedding):
     """Embedding of labels: a learned vector for each class, and zeros for no class.
 
-    The U-Net adds the embedding of a label to the output of `time_embed`. The learned bias of
-    `time_embed` can represent "no class", so the label -1 needs no learned vector. Without such a
-    vector, the state_dict has the same keys and shapes as published checkpoints.
+    Without a learned vector for no class, the state_dict has the same keys and shapes as published
+    checkpoints.
     """
 
     def __init__(self, num_classes: int, width: int) -> None:
