@@ -7,6 +7,9 @@ from torchmetrics.functional.image import peak_signal_noise_ratio
 MAX_PSNR = 100.0
 """Upper limit of PSNR in dB, because the PSNR of equal images would be infinite."""
 
+NUM_CANDIDATES = 8
+"""Number of images of a chunk whose exact distances `nearest_neighbors` compares."""
+
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
     """Compute the peak signal-to-noise ratio between image i of `a` and image i of `b`.
@@ -69,7 +72,11 @@ def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[
     distance = queries.new_full((len(queries),), torch.inf)
     index = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
     for start, bank_chunk in zip(range(0, len(bank), chunk), torch.split(bank, chunk), strict=True):
-        nearest = torch.cdist(queries, bank_chunk.flatten(1).float()).min(dim=1)
-        index = torch.where(nearest.values < distance, start + nearest.indices, index)
-        distance = distance.minimum(nearest.values)
+        rows = bank_chunk.flatten(1).float()
+        # `cdist` subtracts large products, so it is inexact for images that are nearly equal.
+        nearest = torch.cdist(queries, rows).topk(min(NUM_CANDIDATES, len(rows)), largest=False)
+        for candidate in nearest.indices.sort(dim=1).values.T:
+            exact = (queries - rows[candidate]).norm(dim=1)
+            index = torch.where(exact < distance, start + candidate, index)
+            distance = distance.minimum(exact)
     return distance, index

@@ -36,3 +36,14 @@ def test_nearest_equals_brute_force_in_any_chunks():
         nearest, index = nearest_neighbors(images, bank, chunk)
         assert torch.equal(index, distance.argmin(1))
         torch.testing.assert_close(nearest.double(), distance.min(1).values)
+
+
+def test_copies_and_nearly_equal_images_have_exact_distances():
+    generator = torch.Generator().manual_seed(0)
+    bank = torch.randint(0, 256, (60, 3, 64, 64), generator=generator, dtype=torch.uint8)
+    bank[1] = bank[0]
+    bank[1, 0, 0, 0] ^= 8
+    distance, index = nearest_neighbors(bank[:40], bank)
+    assert index.tolist() == list(range(40))
+    assert not distance.any()
+    assert nearest_neighbors(bank[:1], bank[1:])[0].item() == 8
