@@ -257,16 +257,26 @@ class ImageSet:
                 labels = torch.full((len(images),), -1)
             yield images, labels.long().tolist()
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hash of all pixels, 16 hex digits."""
+        return self._fingerprints[0]
+
+    @property
+    def label_fingerprint(self) -> str:
+        """Hash of all labels, 16 hex digits; "" if `cached_fingerprint` covers the labels."""
+        return self._fingerprints[1]
+
+    @cached_property
+    def _fingerprints(self) -> tuple[str, str]:
         if self.cached_fingerprint is not None:
-            return self.cached_fingerprint()
-        digest = hashlib.sha256()
-        for images, _ in self.batches(256):
-            digest.update(images.contiguous().numpy().tobytes())
-        digest.update(repr(tuple(images.shape[1:])).encode())
-        return digest.hexdigest()[:16]
+            return self.cached_fingerprint(), ""
+        pixels, classes = hashlib.sha256(), hashlib.sha256()
+        for images, labels in self.batches(256):
+            pixels.update(images.contiguous().numpy().tobytes())
+            classes.update(repr(labels).encode())
+        pixels.update(repr(tuple(images.shape[1:])).encode())
+        return pixels.hexdigest()[:16], classes.hexdigest()[:16]
 
 
 def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
@@ -302,7 +312,7 @@ class HasSplits(Protocol):
         """Loader that visits every image of a split once."""
 
     def fingerprint(self, split: Any) -> str:
-        """Hash of the images of a split."""
+        """Hash of the images and labels of a split."""
 
 
 def open_split(data: HasSplits, name: str) -> ImageSet:

@@ -157,8 +157,11 @@ def measure_reference(
     # The file name encodes everything that the statistics depend on.
     sources = [images for images in (real, others) if images]
     fingerprints = call_on_rank_zero(lambda: [images.fingerprint for images in sources])
-    counts = repr(sorted(Counter(labels).items())) if labels else ""
-    draws = f"draws-{hashlib.sha256(counts.encode()).hexdigest()[:8]}" if labels else "draws"
+    draws = "draws"
+    if labels:  # their numbers, and which real images have which label
+        key = repr(sorted(Counter(labels).items()))
+        key += call_on_rank_zero(lambda: (others or real).label_fingerprint)
+        draws = f"draws-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
     protocol = scorer.protocol
     parts = [protocol.name, protocol.sha256[:8], *fingerprints, str(num_samples), draws]
     path = cache / f"{'-'.join(parts)}.npz"

@@ -71,6 +71,20 @@ def test_other_images_other_numbers_and_other_weights_are_measured_anew(tmp_path
     assert len(list(tmp_path.iterdir())) == len(variants) + 2
 
 
+def test_other_labels_of_the_same_images_are_measured_anew(tmp_path):
+    real, images = random_set(30, 0), random_images(60, 1)
+    images[:30] //= 2
+
+    def floor(classes, cache):
+        others = ImageSet("train", TensorDataset(images, torch.tensor(classes)))
+        return measure_reference(pixel_scorer(), real, others, 20, cache, [0] * 20).floor
+
+    dark, bright = [0] * 30 + [1] * 30, [1] * 30 + [0] * 30
+    first = floor(dark, tmp_path)
+    assert floor(bright, tmp_path) == floor(bright, tmp_path / "other") != first
+    assert floor(dark, tmp_path) == first
+
+
 def test_a_broken_cache_file_is_named_not_used(tmp_path):
     args = (pixel_scorer(), random_set(30, 0), None, 30, tmp_path)
     measure_reference(*args)
