@@ -242,6 +242,7 @@ class TrainedCNN(_SmallCNN):
 
     def copy_to(self, folder: Path) -> None:
         """Copy the weight file into a run folder, under the protocol's name."""
+        folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / f"{self.name}.safetensors") as file:
             file.write(check_regular(self.path).read_bytes())
 

@@ -93,6 +93,9 @@ def test_images_of_any_size_and_number_of_channels_are_scored(tmp_path, channels
     assert scores["fid"] == pytest.approx(expected, rel=1e-3, abs=1e-6)
     assert scores["extractor_sha256"] == protocol.sha256
     assert protocol.name == f"own-{protocol.sha256[:8]}"
+    protocol.copy_to(tmp_path / "new" / "run")
+    (copy,) = (tmp_path / "new" / "run").iterdir()
+    assert protocol_by_name(str(copy)).sha256 == protocol.sha256
 
 
 def test_the_same_call_gives_the_same_file_and_disturbs_nobody(tmp_path):
