@@ -51,7 +51,7 @@ class Consistency:
             distance between images from the same seed, and d_other is the mean feature distance
             between images from different seeds (of the same class, if there are classes). The
             similarity is 1 for equal images and 0 for chance. None if no feature extractor was
-            given.
+            given, or if d_other is 0.
         per_seed: (N,) mean PSNR over all pairs of models, for each seed, in dB.
 
     Example:
@@ -123,7 +123,8 @@ def measure_consistency(
         vectors = torch.stack([features_of(x).double() for x in images])
         chance_pairs = same_class if same_class.any() else other_seeds
         same = mean_of_pairs(vectors, lambda a, b: (a - b).norm(dim=1))
-        features = 1 - same / mean_of_pairs(vectors, lambda a, b: torch.cdist(a, b)[chance_pairs])
+        other = mean_of_pairs(vectors, lambda a, b: torch.cdist(a, b)[chance_pairs])
+        features = 1 - same / other if other else None
     return Consistency(
         names=names,
         paper=float(pairs[0, 1:].mean()),
@@ -167,9 +168,9 @@ def compare_images(options: Namespace) -> str:
     loaded = [common.load_analyzed_module(path, options, moves=False) for path in checkpoints]
     protocol = protocol_by_name(options.extractor or protocol_of_run(checkpoints[0]))
     protocol.check()
-    training_images = _load_training_images(loaded, options)
+    training_sets = _load_training_sets(loaded, options)
     start = time.monotonic()
-    num_classes = check_same_images(loaded)
+    num_classes = check_same_images(loaded, training_sets)
     seconds = (time.monotonic() - start) * num
     common.print_cost(f"{num} images of each of {num_models} models", seconds)
     out = common.plan_analysis("consistency", options, *loaded)
@@ -185,6 +186,7 @@ def compare_images(options: Namespace) -> str:
     images = torch.stack([torch.from_numpy(each["images"]) for each in arrays])
     device = usable_device(options.device)
     scorer = Scorer(protocol, protocol.build().to(device), device, batch_size)
+    training_images = torch.cat(training_sets)
     result = measure_consistency(
         images,
         _shorten(checkpoints),
@@ -194,6 +196,7 @@ def compare_images(options: Namespace) -> str:
     )
     common.save_result(out / "consistency", vars(result))
     draw_consistency(result, images, out / "consistency.png")
+    similarity = "-" if result.features is None else f"{result.features:.2f}"
     same_class = f"; of the same class {result.same_class:.2f} dB" if result.same_class else ""
     return (
         f"consistency (Eq. 1)    {result.paper:.2f} dB\n"
@@ -201,23 +204,25 @@ def compare_images(options: Namespace) -> str:
         f"chance: other seeds    {result.shuffled:.2f} dB{same_class}\n"
         f"nearest training image {result.nearest:.2f} dB; "
         f"the same for {result.same_nearest:.0%} of the pairs\n"
-        f"similarity of features {result.features:.2f} (0 for chance, 1 for equal images; "
+        f"similarity of features {similarity} (0 for chance, 1 for equal images; "
         f"{protocol.name})"
     )
 
 
-def _load_training_images(loaded: Sequence[LoadedModule], options: Namespace) -> Tensor:
-    """All training images of the models, uint8 (K, C, H, W), with each data set once."""
+def _load_training_sets(loaded: Sequence[LoadedModule], options: Namespace) -> list[Tensor]:
+    """Training images of the models, uint8 (K, C, H, W), with each data set once."""
     sets = {}
     for each in loaded:
         settings = repr(read_data_settings(each.path, options.data)[0])
         if settings not in sets:
             sets[settings] = common.load_training_data(each, options).images("train")
-    return torch.cat(list(sets.values()))
+    return list(sets.values())
 
 
-def check_same_images(loaded: Sequence[LoadedModule]) -> int | None:
-    """Check that the models are comparable.
+def check_same_images(
+    loaded: Sequence[LoadedModule], training_sets: Sequence[Tensor] = ()
+) -> int | None:
+    """Check that the models, and the training images (K, C, H, W) of each data set, are comparable.
 
     Returns:
         The number of classes; None if a model has none.
@@ -225,17 +230,27 @@ def check_same_images(loaded: Sequence[LoadedModule]) -> int | None:
     Raises:
         ValueError: if image shapes or numbers of classes differ.
     """
+
+    def shape_of(images: Tensor) -> str:
+        return "x".join(map(str, images.shape[1:]))
+
     kinds: dict[str, tuple[str, int | None]] = {}
     for path, module in ((str(each.path), each.module) for each in loaded):
         if not hasattr(module, "generate"):
             raise ValueError(f"{path}: {type(module).__name__} cannot generate images.")
-        shape = "x".join(map(str, module.generate([0]).shape[1:]))  # type: ignore[operator]
+        shape = shape_of(module.generate([0]))  # type: ignore[operator]
         kinds[path] = shape, getattr(module, "num_classes", None)
     shapes, classes = (set(each) for each in zip(*kinds.values(), strict=True))
     if len(shapes) > 1 or len(classes - {None}) > 1:
         listed = "; ".join(f"{path} {shape}, {number}" for path, (shape, number) in kinds.items())
         rule = "all models must make images of one shape and number of classes"
         raise ValueError(f"{rule}: {listed}.")
+    (shape,) = shapes
+    if others := {shape_of(images) for images in training_sets} - {shape}:
+        raise ValueError(
+            f"the models make images of {shape}, but training images are {others.pop()}; name data "
+            "of the models with --data."
+        )
     return None if None in classes else classes.pop()
 
 

@@ -196,6 +196,15 @@ def test_a_mistake_is_refused_before_work_starts(command, rule, capsys):
     assert rule in capsys.readouterr().err
 
 
+def test_training_images_of_another_shape_are_refused_before_work_starts(capsys):
+    data = {"class_path": "lit_diffusion.data.photo_patches.PhotoPatches", "init_args": {}}
+    Path("b/config.yaml").write_text(yaml.safe_dump({"data": data}))
+    rule = "make images of 1x8x8, but training images are 3x32x32; name data of the models"
+    for options in ("", "--data b/config.yaml "):
+        assert analyze(f"consistency a b {options}--num 2 --weights raw") == 2
+        assert rule in capsys.readouterr().err
+
+
 def test_losses_that_are_not_finite_are_refused_before_work_starts(capsys):
     rewrite(A, A, lambda content: scale_weights(content, float("nan")))
     assert analyze("landscape a --images 4 --levels 0.5") == 2

@@ -68,6 +68,11 @@ def test_models_that_share_their_classes_alone_agree_by_chance():
     assert result.features == pytest.approx(0, abs=0.02)
 
 
+def test_models_that_make_one_image_only_have_no_similarity_of_features():
+    features = lambda images: images.flatten(1).float()  # noqa: E731
+    assert measure_consistency(IMAGES[:2] * 0, ["a", "b"], features_of=features).features is None
+
+
 def test_models_that_make_other_images_are_refused():
     def model(name, shape, num_classes):
         generate = lambda seeds: torch.zeros(len(seeds), *shape)  # noqa: E731
