@@ -141,6 +141,69 @@ def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkey
     assert read_arms([str(table)]) == arms_of(select(runs))
 
 
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """What runs_to_csv.py keeps of the runs in `tmp_path`/sweep: FIDs by step, by (arm, seed)."""
+
+    def run():
+        table = tmp_path / "sweep.csv"
+        monkeypatch.setattr(sys, "argv", ["runs_to_csv.py", str(tmp_path / "sweep"), str(table)])
+        runpy.run_path(str(ROOT / "tests/benchmarks/runs_to_csv.py"), run_name="__main__")
+        arms = read_arms([str(table)])
+        return {
+            (a.name, c.seed): dict(zip(c.steps, c.fids, strict=True))
+            for a in arms
+            for c in a.curves
+        }
+
+    return run
+
+
+def write_diverged_run(folder, seed, values):
+    """A run of 1000 steps, evaluated at every 250th, whose training diverged."""
+    write_run(folder, values, seed, steps=(250, 500)[: len(values)] or (250,), max_steps=1000)
+    (folder / "metrics.csv").write_text("step,train/loss\n0,1.0\n600,nan\n")
+
+
+def test_an_arm_whose_runs_all_diverged_has_no_fid_at_the_end(tmp_path, kept):
+    write_diverged_run(tmp_path / "sweep/hot/seed-0", 0, [5.0, 4.0])
+    write_diverged_run(tmp_path / "sweep/hot/seed-1", 1, [5.0])
+    write_diverged_run(tmp_path / "sweep/hotter/seed-0", 0, [])
+    curves = kept()
+    assert [len(curve) for curve in curves.values()] == [3, 3, 3]
+    assert all(math.isnan(curve[1000]) for curve in curves.values())
+    assert curves["hot", "0"][500] == 4
+
+
+def test_a_run_that_diverged_at_once_counts_for_each_average_of_its_arm(tmp_path, kept):
+    folder = tmp_path / "sweep/hot/seed-0"
+    write_run(folder, [5.0, 4.0], 0, steps=(500, 1000))
+    other = write_run(tmp_path / "other", [6.0, 5.0], 0, (500, 1000), metric="val/fid_360_raw")
+    with (folder / "evaluations.jsonl").open("a") as file:
+        file.write((other / "evaluations.jsonl").read_text())
+    write_diverged_run(tmp_path / "sweep/hot/seed-1", 1, [])
+    curves = kept()
+    for arm in ("hot", "hot_raw"):
+        assert curves[arm, "0"].keys() == curves[arm, "1"].keys() == {500, 1000}
+        assert all(map(math.isnan, curves[arm, "1"].values()))
+
+
+def test_distances_after_some_steps_are_of_runs_that_reached_them(tmp_path, monkeypatch, capsys):
+    script, table = "tests/benchmarks/arms_table.py", tmp_path / "arms.csv"
+    rows = ["arm,seed,step,fid,pixels", "long,0,100,8,2", "long,0,300,2,1", "long,1,100,8,2"]
+    rows += ["long,1,300,2,1", "short,0,100,4,2", "short,0,150,1,1", "bad,0,100,4,2", "bad,0,300,,"]
+    table.write_text("\n".join(rows))
+    monkeypatch.setattr(sys, "argv", [script, str(table), "--at", "200"])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    ((head, _, *rows),) = tables(capsys.readouterr().out)
+    assert head == ["arm", "FID", "held-out", "pixels", "random-cnn"]
+    assert rows == [
+        ["long", "4.00 +- 0.00", "-", "1.41 +- 0.00", "-"],
+        ["short", "-", "-", "-", "-"],
+        ["bad", "not finite", "-", "not finite", "-"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "page", "script"),
     [
@@ -230,6 +293,19 @@ def test_a_diverged_run_of_the_atlas_is_not_tested(atlas_table):
 def atlas_functions(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tests/benchmarks")  # as for a script
     return runpy.run_path(str(ROOT / "tests/benchmarks/atlas_table.py"))
+
+
+def test_a_claim_that_cannot_be_tested_is_open(atlas_functions, monkeypatch, capsys):
+    def arm(name, *fids):
+        return Arm(name, tuple(Curve(str(i), (500,), (fid,)) for i, fid in enumerate(fids)))
+
+    baseline = arm("baseline", 1.0, 1.1)
+    lengths = {500: baseline, 1000: arm("baseline", 0.5, 0.5)}
+    pairs = [(arm("muon", 0.5, math.nan), baseline), (arm("p2", 0.8, 0.9), baseline)]
+    atlas_functions["claims_table"](pairs, lengths, {"muon": 1.0, "p2": 1.0})
+    ((_, _, muon, p2),) = tables(capsys.readouterr().out)
+    assert muon == ["muon", "baseline", "2", "1.35x", "not tested", "-", "-", "-", "open"]
+    assert p2[0] == "p2"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A row an arm, as Markdown: steps of each seed to the target; last FID, the same as the geometric
 mean over all sets of samples, and lowest FID, each as mean +- standard deviation over seeds.
---at 400: all distances after so many steps instead, interpolated in log distance.
+--at 400: all distances after so many steps instead, interpolated in log distance; "-" for an arm
+with a run that was not evaluated so early or so late.
 
 A row a pair ARM=CONTROL: the speed-up of the arm over its control, the same by seed, and by seed
 the last FID over the control's, as `lit-diffusion compare` has them for the two alone. Intervals
@@ -49,16 +50,22 @@ def cells(arm: Arm, target: float | None) -> list[str]:
 
 
 def cells_at(arm: Arm, step: float) -> list[str]:
-    """FID and the other distances after `step` steps."""
+    """FID and the other distances after `step` steps; "-" for those that a run does not have."""
+    has_step = all(curve.steps[0] <= step <= curve.steps[-1] for curve in arm.curves)
 
     def mean(values_of: Callable[[Curve], Sequence[float]]) -> str:
         logs = [np.interp(step, curve.steps, np.log(values_of(curve))) for curve in arm.curves]
         values = [math.exp(each) for each in logs]
-        return format_fid(fmean(values), stdev(values))
+        has_sd = len(values) > 1 and all(map(math.isfinite, values))
+        return format_fid(fmean(values), stdev(values) if has_sd else None)
 
     def other(name: str) -> str:
-        return mean(lambda curve: [metrics[name] for metrics in curve.other_metrics])
+        if not all(any(name in each for each in curve.other_metrics) for curve in arm.curves):
+            return "-"
+        return mean(lambda c: [metrics.get(name, math.nan) for metrics in c.other_metrics])
 
+    if not has_step:
+        return [arm.name, *["-"] * (1 + len(DISTANCES))]
     return [arm.name, mean(lambda curve: curve.fids), *map(other, DISTANCES)]
 
 

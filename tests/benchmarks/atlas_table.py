@@ -210,17 +210,23 @@ def claims_table(
     ps = holm([each.p if each else None for each in tests])
     rows = []
     for (arm, control), result, p in zip(pairs, tests, ps, strict=True):
-        if result is None:
-            continue
         reported = REPORTED[arm.name]
+        known = [
+            arm.name,
+            control.name,
+            str(len(arm.curves)),
+            f"{reported:g}x" if reported else "-",
+        ]
+        if result is None:
+            rows.append([*known, "not tested", "-", "-", "-", "open"])
+            continue
         logs = (result.difference, result.high, result.low)
         middle, low, high = (
             equal_length(lengths, USUAL_STEPS, each) / USUAL_STEPS for each in logs
         )
-        cells = [str(len(arm.curves)), f"{reported:g}x" if reported else "-", ratio(result)]
-        cells += [format_p(p), f"{middle:.2f}x [{low:.2f}, {high:.2f}]"]
+        cells = [ratio(result), format_p(p), f"{middle:.2f}x [{low:.2f}, {high:.2f}]"]
         cells += [f"{middle / steps[arm.name]:.2f}x", verdict(p, low, high, reported)]
-        rows.append([arm.name, control.name, *cells])
+        rows.append([*known, *cells])
     heads = ["arm", "control", "seeds", "reported", "FID / control's", "p", "speed-up in steps"]
     print_table([*heads, "in time", "verdict"], rows)
 

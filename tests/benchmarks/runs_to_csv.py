@@ -31,9 +31,14 @@ def finished(run: Run) -> bool:
     return run.diverged or len(at_end) > max(repeats, default=0)
 
 
-def rows(run: Run, shared: str, due: list[int]) -> list[Row]:
+def rows(run: Run, shared: str, of_arm: list[str], due: list[int]) -> list[Row]:
     if not run.records:  # it diverged before the first evaluation
-        return [{"arm": run.arm, "seed": run.seed, "step": step, "repeat": 0} for step in due]
+        arms = [run.arm + metric.removeprefix(shared) for metric in of_arm or [shared]]
+        return [
+            {"arm": arm, "seed": run.seed, "step": step, "repeat": 0}
+            for arm in arms
+            for step in due
+        ]
     return [
         row
         for metric in metrics(run)
@@ -54,12 +59,15 @@ def losses(run: Run) -> Row:
 
 
 def table(runs: list[Run], with_losses: bool) -> Iterator[Row]:
-    shared = min((metric for run in runs for metric in metrics(run)), key=len)
-    due = sorted({record["step"] for run in runs for record in run.records})
+    shared = min((metric for run in runs for metric in metrics(run)), key=len, default="")
+    ends = {run.max_steps for run in runs if run.diverged and run.max_steps}
+    due = sorted(ends | {record["step"] for run in runs for record in run.records})
     for run in runs:
+        members = [metrics(each) for each in runs if each.arm == run.arm]
+        of_arm = list(dict.fromkeys(metric for each in members for metric in each))
         steps = [step for step in due if step <= (run.max_steps or step)]
         extra = losses(run) if with_losses else {}
-        yield from (row | extra for row in rows(run, shared, steps))
+        yield from (row | extra for row in rows(run, shared, of_arm, steps))
 
 
 def main() -> None:
