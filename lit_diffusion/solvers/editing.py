@@ -58,7 +58,10 @@ def truncate_solver(solver: Any, strength: float, process: Process) -> Any:
     if not 0 < strength <= 1:
         raise ValueError(f"strength must be above 0 and at most 1, got {strength}.")
     times = Tail(_editable_grid(solver, process), solver.steps)
-    return replace(solver, times=times, steps=max(1, round(strength * solver.steps)))
+    steps = max(1, round(strength * solver.steps))
+    # Heun divides its churn by the number of steps.
+    churn = {"churn": solver.churn * (steps / solver.steps)} if hasattr(solver, "churn") else {}
+    return replace(solver, times=times, steps=steps, **churn)
 
 
 def _editable_grid(solver: Any, process: Process) -> TimeGrid:

@@ -27,6 +27,7 @@ from lit_diffusion.solvers.editing import (
     repaint_solver,
     truncate_solver,
 )
+from lit_diffusion.solvers.steps import solver_times
 
 SOLVERS = [DDIM(), DDPM(FixedSmall()), Euler(), EulerAncestral(), Heun(), DPMSolverPP()]
 SOLVERS += [DPMSolverPP2S(), UniPC()]
@@ -45,6 +46,15 @@ def test_a_strength_is_a_share_of_the_steps_on_the_solvers_own_grid(solver, step
     assert truncate_solver(even, 0.5, COSINE).times.base == Even()
     repaint = repaint_solver(even, COSINE, None, None)
     assert (repaint.times, repaint.variance) == (Even(), getattr(solver, "variance", None))
+
+
+@pytest.mark.parametrize("strength", [0.05, 0.3, 1.0])
+def test_the_last_steps_of_heun_keep_their_churn(strength):
+    """It is a sum over all steps, of which each adds its share."""
+    whole, process = Heun(20, churn=2.0), EDMProcess()
+    part = truncate_solver(whole, strength, process)
+    times = solver_times(part, process)
+    close(times, solver_times(whole, process)[-len(times) :], rtol=1e-12)
 
 
 def test_strengths_and_solvers_that_cannot_be_are_refused():
