@@ -120,6 +120,7 @@ class ClassifierFree:
         self, guided: Denoised, conditional: Tensor, x_t: Tensor, t: Tensor, process: Process
     ) -> Denoised:
         ratio = conditional.flatten(1).std(1) / guided.x0.flatten(1).std(1)
+        ratio = ratio.nan_to_num(1.0)  # 0 / 0 if both images are constant
         x0 = guided.x0 * expand_as(torch.lerp(torch.ones_like(ratio), ratio, self.rescale), x_t)
         alpha, sigma = (expand_as(v, x_t) for v in process.alpha_sigma(t))
         return guided._replace(x0=x0, noise=(x_t - alpha * x0) / sigma)

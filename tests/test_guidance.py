@@ -185,6 +185,18 @@ def test_rescaled_guidance_has_the_contrast_of_the_conditional_image(scale, resc
     close(alpha * guided_x.x0 + sigma * guided_x.noise, X)
 
 
+def test_rescaled_guidance_of_constant_images_is_finite():
+    """Which a network that outputs x0 predicts before its first update."""
+
+    def constant(labels):
+        return lambda x, t: Denoised(torch.zeros_like(x) + 0.1 * labels.reshape(-1, 1, 1, 1), x)
+
+    plain = ClassifierFree(2.0).guide(constant, LABELS, PROCESS, NONE)(X, T)
+    rescaled = ClassifierFree(2.0, rescale=0.7).guide(constant, LABELS, PROCESS, NONE)(X, T)
+    assert torch.equal(rescaled.x0, plain.x0)
+    assert rescaled.noise.isfinite().all()
+
+
 def test_autoguidance_extrapolates_from_the_weaker_model():
     weaker = lambda labels: labelled(labels + 1)  # noqa: E731
     guided_x = Autoguidance(weaker, 2.5).guide(labelled, LABELS, PROCESS, None)(X, T)
