@@ -204,6 +204,20 @@ class ShiftedGrid:
         return _append_clean_time(shift_times(times, self.shift, process).tolist(), process)
 
 
+def check_finite(times: Tensor, grid: TimeGrid, process: Process) -> None:
+    """Raise ValueError unless the times of a grid are finite.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> check_finite(Even().grid(LinearFlow(), 4), Even(), LinearFlow())
+    """
+    if not times.isfinite().all():
+        raise ValueError(
+            f"{grid} has times that are not finite on {process}, whose noisiest time has no signal "
+            "(SNR = 0); use Even or Sections, or LogSNR(noisiest=-10)."
+        )
+
+
 def _log_snr_ends(process: Process, noisiest: float) -> Tensor:
     """Return the lowest log SNR of a grid, at least `noisiest`, and the highest, (2,) float64."""
     ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)

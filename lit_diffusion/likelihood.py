@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_diffusion.gaussian import NATS_TO_BITS, expand_as, normal_kl, posterior, variational_term
+from lit_diffusion.grids import check_finite
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance
 
 
@@ -72,12 +73,16 @@ def bits_per_dim(
         randn_like: source of noise.
         clip: whether the estimate of x0 is clamped to [-1, 1] before the model's mean is computed.
 
+    Raises:
+        ValueError: if a time of the grid is not finite.
+
     Source: Nichol & Dhariwal 2021 (improved-diffusion, arXiv 2102.09672), Eq. 4-7.
 
     Example:
         See `BitsPerDim`.
     """
     grid = times.grid(process, steps)
+    check_finite(grid, times, process)
     posteriors = posterior(process, grid)
     rows = []
     for i, t in enumerate(grid[:-1]):

@@ -59,6 +59,12 @@ def test_the_prior_term_measures_from_the_start_of_sampling():
     assert torch.equal(bits.total, bits.terms.sum(1) + bits.prior)
 
 
+def test_a_bound_on_a_grid_that_is_not_finite_is_refused():
+    process = LinearFlow()
+    with pytest.raises(ValueError, match=r"not finite on .* use Even or Sections"):
+        bits_per_dim(gaussian_denoiser(process), process, X0, FixedSmall(), LogSNR(), 5)
+
+
 FLOWS = [DiscreteVP(CosineBetas(1000)), ContinuousVP(), EDMProcess(), LinearFlow()]
 GRID = LogSNR(noisiest=-12.0)
 X0 = 0.5 * Z((3, 1, 2, 2), 7)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lit_diffusion.grids import check_finite
 from lit_diffusion.protocols import Denoised, Process, Solver, TimeGrid
 
 
@@ -25,11 +26,7 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
         [1.0, 0.5, 0.0]
     """
     times = grid.grid(process, steps)
-    if not times.isfinite().all():
-        raise ValueError(
-            f"{grid} has times that are not finite on {process}, whose noisiest time has no signal "
-            "(SNR = 0); use Even or Sections, or LogSNR(noisiest=-10)."
-        )
+    check_finite(times, grid, process)
     if not (times.diff() < 0).all():
         raise ValueError(
             f"{grid} has times that do not decrease on {process}, {times[:3].tolist()}, ...; use "
