@@ -89,7 +89,8 @@ def separate_group_norm_silu(
     dtype = torch.promote_types(x.dtype, torch.float32)
     h = F.group_norm(x.to(dtype), num_groups, weight.to(dtype), bias.to(dtype), eps).to(x.dtype)
     if scale is not None and shift is not None:
-        h = torch.addcmul(_per_channel(shift, x), h, 1 + _per_channel(scale, x))
+        scale, shift = (_per_channel(t.to(x.dtype), x) for t in (scale, shift))
+        h = torch.addcmul(shift, h, 1 + scale)
     return F.silu(h) if silu else h
 
 

@@ -90,6 +90,15 @@ def test_operations_of_torch_are_the_formula(shape, num_groups, with_rows, silu)
     assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
+@each_option
+def test_the_output_has_the_dtype_of_x_whatever_the_others_have(with_rows, silu):
+    tensors, _ = inputs((2, 16, 8, 8), torch.float32)
+    x, weight, bias, offset, rows = tensors
+    rows = [*rows.chunk(2, dim=1), offset.expand(2, -1)] if with_rows else []
+    y = group_norm_silu(x.bfloat16(), weight, bias, *rows, num_groups=4, eps=EPS, silu=silu)
+    assert y.dtype == torch.bfloat16
+
+
 def test_a_large_mean_costs_no_digits():
     (x, weight, bias, *_), _ = inputs((2, 16, 8, 8))
     x, nothing = x + 1000, [None] * 3
