@@ -369,5 +369,7 @@ def _are_masked_rows(condition: Condition, dim: int, mask_ndim: int, batch_size:
     if not isinstance(condition, tuple) or len(condition) != 2:
         return False
     values, mask = condition
+    if not (isinstance(values, Tensor) and isinstance(mask, Tensor)):
+        return False
     is_mask = mask.dtype == torch.bool and mask.ndim == mask_ndim and len(mask) == batch_size
     return is_mask and values.shape == (*mask.shape, dim)

@@ -438,6 +438,11 @@ def check_levels(
         )
     for mult in channel_mult:
         check_positive(channel_mult=mult)
+        if mult * model_channels < 1:
+            raise ValueError(
+                "channel_mult times model_channels must be at least 1, got "
+                f"{mult} x {model_channels}: change one."
+            )
 
 
 def check_divisible(x: Tensor, levels: int, network: str) -> None:

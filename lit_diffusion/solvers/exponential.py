@@ -235,7 +235,8 @@ class UniPC:
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
-        check_steps(self.order)
+        if self.order < 1:
+            raise ValueError(f"order must be at least 1, got {self.order}.")
 
     def default_times(self, process: Process) -> TimeGrid:
         """Return `LogSNR(noisiest=-10)`, which is used if `times` is None."""

@@ -117,3 +117,9 @@ def test_a_condition_of_another_kind_or_size_is_refused_by_its_shapes(embedding,
         embed_condition(embedding, condition, X, "Net")
     assert all(f"{part.dtype} {tuple(part.shape)}" in str(refusal.value) for part in parts)
     assert embedding is None or f"{embedding.expects} with B=3" in str(refusal.value)
+
+
+@pytest.mark.parametrize("parts", [(TOKENS, None), (TOKENS.tolist(), MASK)])
+def test_a_condition_with_a_part_that_is_no_tensor_is_refused(parts):
+    with pytest.raises(ValueError, match=r"Net takes \(tokens .*(list|NoneType)"):
+        embed_condition(TokenEmbedding(5, 6), parts, X, "Net")

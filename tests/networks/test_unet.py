@@ -148,6 +148,7 @@ def test_images_of_other_sizes_are_refused(size):
         ({"num_heads": 0}, "64 channels and num_heads=0"),
         ({"head_channels": 48}, "64 channels and head_channels=48"),
         ({"model_channels": 48}, "48 channels and 32 groups"),
+        ({"channel_mult": (1, 0.03)}, "at least 1, got 0.03 x 32"),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused(arguments, message):

@@ -270,7 +270,7 @@ def test_the_usual_steps_and_grid_come_near_the_data(solver, process):
         (DPMSolverPP(), {"order": 4}, "must be"),
         (DPMSolverPP(), {"eta": -1.0}, "must be"),
         (DPMSolverPP2S(), {"eta": 1.5}, "must be"),
-        (UniPC(), {"order": 0}, "must be"),
+        (UniPC(), {"order": 0}, "order must be at least 1, got 0"),
     ],
 )
 def test_steps_orders_and_noise_without_meaning_are_refused(solver, changes, message):
