@@ -29,11 +29,17 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
         ValueError: if no weight of the source fits, or if a weight that fits is not finite.
     """
     description, state, settings = read_init(source)
-    # The checksum of a teacher's file is no weight, and the new run may have another teacher.
+    # The checksum of a teacher's file is no weight, and the new run may have another teacher. The
+    # extra state of a module may be no tensor.
     state, target = (
-        {name: value for name, value in every.items() if not name.endswith(".sha256")}
+        {n: v for n, v in every.items() if isinstance(v, Tensor) and not n.endswith(".sha256")}
         for every in (state, module.state_dict())
     )
+    # A shared parameter has several names in a state_dict, but only one average, under the first.
+    first_names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name in state and (first := first_names.get(id(value))) in state:
+            state[name] = state[first]
     fitting, outcome = match_weights(target, state)
     if not fitting:
         theirs, ours = (", ".join(list(names)[:3]) for names in (state, target))

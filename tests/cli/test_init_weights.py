@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from support.commands import call, checkpoint, equal, weights
 from support.small_digits import hyper_parameters, small_digits, write_small_digits
 from support.tiny_run import write_config
+from torch import nn
 
 from lit_diffusion.checkpoints import load
 from lit_diffusion.checkpoints.loading import build_module
@@ -113,3 +115,30 @@ def test_a_source_that_has_no_such_weights_is_refused(source, message):
     torch.save({"state_dict": {"wings.weight": torch.ones(3)}}, "foreign.ckpt")
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         start(source)
+
+
+class Stateful(nn.Linear):
+    def get_extra_state(self):
+        return {"scale": 1}
+
+    def set_extra_state(self, state):
+        raise AssertionError("only weights are read")
+
+
+class Tied(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Stateful(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+
+
+def test_shared_weights_begin_as_their_average_and_an_extra_state_is_left():
+    """A shared parameter has two names in the state_dict, and an average under one of them."""
+    module = Tied()
+    shadow = {name: torch.full_like(p, 7.0) for name, p in module.named_parameters()}
+    ema = {"decays": [0.9], "steps": dict.fromkeys(shadow, 3), "shadows": [shadow]}
+    content = {"state_dict": module.state_dict(), "callbacks": {"EMA{'prefix': ''}": ema}}
+    torch.save(content, "tied.ckpt")
+    line = start_from(module, "tied.ckpt", {})
+    assert line == "Starting from the ema_0.9 weights of tied.ckpt: 4 copied."
+    assert all((parameter == 7.0).all() for parameter in module.parameters())
