@@ -73,6 +73,10 @@ def write_network(
         ValueError: if `folder` is a file, or if a finite weight is too large for `dtype`.
     """
     state = {name: _convert(value, dtype, name) for name, value in state.items()}
+    pointers = set[int]()
+    for name, value in state.items():  # safetensors refuses tensors that share memory
+        state[name] = value.clone() if value.data_ptr() in pointers else value
+        pointers.add(value.data_ptr())
     folder = create_folder(folder)
     data = save(state)
     with atomic_write(folder / WEIGHTS) as file:
@@ -207,6 +211,11 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     is_plain = isinstance(content, dict) and all(isinstance(name, str) for name in content)
     if not (is_plain and all(isinstance(value, Tensor) for value in content.values())):
         raise ValueError(f"{path} holds no state_dict, which is a dictionary of tensors.")
+    size = sum(value.numel() * value.element_size() for value in content.values())
+    if size > 4 * path.stat().st_size:  # views of few numbers, which a copy would write out
+        raise ValueError(
+            f"{path} would unpack to {size:,} bytes; save contiguous copies of its tensors."
+        )
     return {
         name.removeprefix("module."): value.float() if value.is_floating_point() else value
         for name, value in content.items()

@@ -215,7 +215,7 @@ def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
     if not is_classifier and "label_emb.weight" in state:
         fixed["num_classes"] = len(state["label_emb.weight"])
     candidates = []
-    num_inputs = 1 + max(int(n.split(".")[1]) for n in state if n.startswith("input_blocks."))
+    num_inputs = len({n.split(".")[1] for n in state if n.startswith("input_blocks.")})
     for per_level in range(2, num_inputs + 1):  # number of ResBlocks, plus one for downsampling
         level_starts = [f"input_blocks.{i}" for i in range(1, num_inputs, per_level)]
         names = [f"{start}.0.in_layers.2.weight" for start in level_starts]

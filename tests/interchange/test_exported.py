@@ -112,6 +112,16 @@ def test_nothing_is_imported_that_a_record_names_and_odd_values_are_damage(
         load_network(tmp_path)
 
 
+def test_shared_weights_are_written_under_each_of_their_names(tmp_path):
+    weight = torch.ones(2, 2)
+    write_network(tmp_path, {"a": weight, "b": weight, "c": torch.zeros(1)}, {"network": {}})
+    assert {name: value.sum() for name, value in load_file(tmp_path / WEIGHTS).items()} == {
+        "a": 4,
+        "b": 4,
+        "c": 0,
+    }
+
+
 def test_a_file_in_the_place_of_the_folder_is_kept(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="is a file; name a folder"):
@@ -134,6 +144,7 @@ def test_of_several_sets_of_weights_in_a_file_the_averages_are_read(tmp_path):
         ({"opt": WordIds(7)}, "contains pickled code, which is never run"),
         ([1], "holds no state_dict"),
         (b"", "is damaged or has another format"),  # an EOFError without a message
+        ({"a": torch.zeros(()).half().expand(10**6, 10**6)}, "would unpack to 2,000,000,000,000 b"),
     ],
 )
 def test_only_tensors_are_read(content, message, tmp_path):

@@ -149,3 +149,10 @@ def test_weights_that_the_architecture_has_not_are_named():
         infer(published("id_A") | {"wings.weight": torch.ones(1)}, KINDS["id"], OVERRIDES["id_A"])
     with pytest.raises(ValueError, match=r"UNet cannot be built: .*'wings'"):
         infer(published("id_A"), KINDS["id"], OVERRIDES["id_A"] | {"wings": 2})
+
+
+def test_a_number_of_a_block_is_no_number_of_blocks():
+    """Counting up to it would not end."""
+    state = published("id_A") | {f"input_blocks.{10**15}.0.weight": torch.ones(1)}
+    with pytest.raises(ValueError, match="does not fit UNet"):
+        infer(state, KINDS["id"], OVERRIDES["id_A"])
