@@ -77,7 +77,7 @@ def select_weights(
                 raise ValueError(f"weights must be power_<width>, got {weights!r}.") from None
             weights = f"power_{width:g}"
             if weights not in average_names(checkpoint, path):
-                folder = path.parent.parent / SNAPSHOT_FOLDER
+                folder = path.absolute().parent.parent / SNAPSHOT_FOLDER
                 return weights, reconstruct_average(folder, width, step, last, hashes)
     for names, state in _named_states(checkpoint, path):
         available += names

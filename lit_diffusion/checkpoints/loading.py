@@ -267,8 +267,8 @@ def check_codec_folder(
     """
     trusted = [{"folder": name} for name in trust if "/" in name]
     unnamed = _folders(model) - _folders([*settings, *trusted])
-    if unnamed and checkpoint.parent.name == "checkpoints":
-        run = checkpoint.parent.parent
+    if unnamed and checkpoint.absolute().parent.name == "checkpoints":
+        run = checkpoint.absolute().parent.parent
         configs = [read_yaml(config) for config in run.glob("config*.yaml")]
         unnamed -= _folders([each.get("model") for each in configs if isinstance(each, dict)])
         unnamed = {name for name in unnamed if not Path(name).is_relative_to(run.resolve())}

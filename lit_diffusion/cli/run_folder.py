@@ -94,14 +94,17 @@ def read_command_line(argv: Sequence[str]) -> Request:
     ckpt_paths = [each.get("ckpt_path") for each in settings]
     ckpt_path = next(filter(None, (args.ckpt_path, *reversed(ckpt_paths))), None)
     ckpt_path = None if ckpt_path in (None, "null", "None") else str(ckpt_path)
-    ckpt_path = ckpt_path and ckpt_path.removeprefix("file://")
+    ckpt_path = ckpt_path and os.path.expanduser(ckpt_path.removeprefix("file://"))
     lightning_names = (None, "hpc", "registry")  # Lightning itself resolves these, and URLs
-    if ckpt_path not in (*lightning_names, "last", OR_NONE):
-        is_run_folder = Path(ckpt_path).is_dir() and not is_checkpoint_folder(Path(ckpt_path))
-        ckpt_path = str(Path(ckpt_path, "checkpoints", "last.ckpt") if is_run_folder else ckpt_path)
+    path = None
+    if ckpt_path not in (*lightning_names, "last", OR_NONE) and "://" not in ckpt_path:
+        path = Path(ckpt_path)
+        is_run_folder = path.is_dir() and not is_checkpoint_folder(path)
+        path = path / "checkpoints" / "last.ckpt" if is_run_folder else path
+        ckpt_path = str(path)
     if root is not None:
         root = Path(os.path.expanduser(str(root)))
-    elif not (root := run_of(Path(ckpt_path)) if ckpt_path else None):
+    elif not (root := run_of(path) if path else None):
         root = Path("runs") / (Path(args.config[0]).stem if args.config else "unnamed")
     last = path_after_replace(root / "checkpoints" / "last.ckpt")
     requeued = command == "fit" and is_requeue_of(last.parent)
@@ -203,25 +206,27 @@ def _replace_folder(value: Any, old: str, new: str) -> Any:
 
 def run_of(checkpoint: Path) -> Path | None:
     """The run folder RUN of RUN/checkpoints/FILE; None for a file elsewhere."""
-    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+    folder = checkpoint.parent if checkpoint.parent.name else checkpoint.absolute().parent
+    return folder.parent if folder.name == "checkpoints" else None
 
 
 def latest_config(root: Path) -> Path | None:
     """The config of the last start or resume of a run; None without one."""
-    configs = [*root.glob("config.yaml"), *_resume_configs(root)]
+    configs = [*root.glob("config.yaml"), *_resume_configs(root).values()]
     return configs[-1] if configs else None
 
 
 def next_config(root: Path) -> Path:
     """Return the path for a new config that does not overwrite an earlier config of the run."""
     if traces(root):
-        return root / f"config.resume-{len(_resume_configs(root)) + 1}.yaml"
+        return root / f"config.resume-{max(_resume_configs(root), default=0) + 1}.yaml"
     return root / "config.yaml"
 
 
-def _resume_configs(root: Path) -> list[Path]:
-    """Configs of resumes in order: config.resume-9.yaml before config.resume-10.yaml."""
-    return sorted(root.glob("config.resume-*.yaml"), key=lambda file: (len(file.name), file))
+def _resume_configs(root: Path) -> dict[int, Path]:
+    """Configs of resumes by number, in ascending order."""
+    files = {f.stem.removeprefix("config.resume-"): f for f in root.glob("config.resume-*.yaml")}
+    return dict(sorted((int(number), f) for number, f in files.items() if number.isdecimal()))
 
 
 def traces(root: Path) -> list[Path]:

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from support.plain_module import (
@@ -86,7 +88,7 @@ def assert_widths(file, path, widths=(0.07, 0.15)):
             assert error < 0.2 * (nearest[name] - value).abs().max() + 1e-6
 
 
-def test_any_width_is_loaded_from_a_run_and_its_snapshots(tmp_path):
+def test_any_width_is_loaded_from_a_run_and_its_snapshots(tmp_path, monkeypatch):
     module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=8)
     file = saved(fit(tmp_path, module, ema, max_steps=64, max_epochs=-1), tmp_path)
     for name in ("power_0.1", "power_0.10"):
@@ -94,6 +96,8 @@ def test_any_width_is_loaded_from_a_run_and_its_snapshots(tmp_path):
             trainable(load(file, name, module=PlainModule())), by_profile(module.path, 0.1)
         )
     assert_widths(file, module.path)
+    monkeypatch.chdir(Path(file).parent)
+    assert_widths(Path(file).name, module.path)
     with pytest.raises(ValueError, match=r"above 0 and below 0\.289, got 0\.5"):
         load(file, "power_0.5", module=PlainModule())
     with pytest.raises(ValueError, match=r"must be power_<width>, got 'power_wide'"):

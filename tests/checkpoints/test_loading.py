@@ -142,7 +142,9 @@ def test_the_folder_of_a_codec_may_be_named_by_the_command_line(
         check_codec_folder(model, Path("x.ckpt"), (), settings)
 
 
-def test_the_folder_of_a_codec_may_be_in_the_run_folder_or_named_by_a_config_there(tmp_path):
+def test_the_folder_of_a_codec_may_be_in_the_run_folder_or_named_by_a_config_there(
+    tmp_path, monkeypatch
+):
     file = tmp_path / "run" / "checkpoints" / "last.ckpt"
     file.parent.mkdir(parents=True)
     model = {"init_args": {"codec": codec_spec("vae")}}
@@ -153,6 +155,8 @@ def test_the_folder_of_a_codec_may_be_in_the_run_folder_or_named_by_a_config_the
         check_codec_folder(model, file)
     config.write_text(yaml.safe_dump({"model": model}))
     check_codec_folder(model, file)
+    monkeypatch.chdir(file.parent)
+    check_codec_folder(codec_spec("../x"), Path(file.name))
 
 
 def test_a_config_may_name_a_class_alone_and_a_later_one_and_options_change_its_arguments():

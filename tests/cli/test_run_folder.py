@@ -44,6 +44,7 @@ def refuses(command: str, message: str = "runs/digits already holds a run"):
         ("fit --config digits.yaml --config rooted.yaml", "from/config"),
         (f"test --config digits.yaml --ckpt_path={OTHER}", "runs/other"),
         (f"fit --config rooted.yaml --ckpt_path={OTHER}", "from/config"),
+        (f"fit --config digits.yaml --ckpt_path=s3://bucket/{OTHER}", "runs/digits"),
         ("fit", "runs/unnamed"),
     ],
 )
@@ -66,13 +67,25 @@ def test_last_is_the_last_checkpoint_of_the_run_folder():
         assert (request.checkpoint, request.holds_checkpoint) == (Path(LAST), True)
 
 
-def test_the_checkpoint_may_be_named_in_a_config():
+def test_the_run_folder_of_a_checkpoint_is_found_from_within_it(monkeypatch):
+    root = write(LAST).absolute().parent.parent
+    for folder, file in ((root, "checkpoints/last.ckpt"), (root / "checkpoints", "last.ckpt")):
+        monkeypatch.chdir(folder)
+        request = read(f"test --ckpt_path {file}")
+        assert (request.root.resolve(), request.holds_checkpoint) == (root, True)
+    assert read("fit --ckpt_path=null").root == Path("runs/unnamed")
+
+
+def test_the_checkpoint_may_be_named_in_a_config(monkeypatch):
     write("digits.yaml", "ckpt_path: last")
     write(LAST)
     assert read("fit --config digits.yaml").checkpoint == Path(LAST)
     assert read("fit --config digits.yaml --ckpt_path=null").checkpoint is None
     with pytest.raises(FileNotFoundError, match=r"--ckpt_path: there is no file x/no\.ckpt"):
         read("fit --config digits.yaml --ckpt_path x/no.ckpt")
+    monkeypatch.setenv("HOME", os.getcwd())
+    write("digits.yaml", f"ckpt_path: ~/{LAST}")
+    assert read("fit --config digits.yaml").checkpoint == Path(LAST).absolute()
 
 
 def test_a_config_that_is_not_yaml_is_named():
@@ -108,6 +121,10 @@ def test_every_resume_gets_a_separate_config_and_the_latest_counts():
         assert next_config(root) == root / f"config.resume-{n}.yaml"
         write(f"runs/digits/config.resume-{n}.yaml")
         assert latest_config(root) == root / f"config.resume-{n}.yaml"
+    Path("runs/digits/config.resume-4.yaml").unlink()
+    write("runs/digits/config.resume-11-before-my-changes.yaml")
+    assert next_config(root) == root / "config.resume-12.yaml"  # overwrites none
+    assert latest_config(root) == root / "config.resume-11.yaml"
 
 
 @pytest.mark.parametrize("option", ["--config ", "--config=", "-c ", "-c"])
