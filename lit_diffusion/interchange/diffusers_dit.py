@@ -54,6 +54,11 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
             f"condition={condition}, num_classes={num_classes}: diffusers' DiTTransformer2DModel "
             "supports only class labels; export with --format safetensors."
         )
+    if args.get("two_times"):
+        raise ValueError(
+            "two_times=True: diffusers' DiTTransformer2DModel takes one noise level; export with "
+            "--format safetensors."
+        )
     if args["mlp_ratio"] != 4:
         raise ValueError(
             f"mlp_ratio={args['mlp_ratio']}: diffusers' DiTTransformer2DModel only has 4; export "

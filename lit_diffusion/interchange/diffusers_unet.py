@@ -74,6 +74,8 @@ def to_config(arguments: Mapping[str, Any]) -> Json:
     args = _with_defaults(arguments)
     if args["condition"] is not None:
         _refuse("condition", args["condition"], "labels or no condition")
+    if args["two_times"]:
+        _refuse("two_times", True, "one noise level")
     if args["channel_mult"][0] != 1:
         _refuse("channel_mult", args["channel_mult"], "a channel_mult that begins with 1")
     block_type = "ResnetDownsampleBlock2D" if args["resblock_updown"] else "DownBlock2D"

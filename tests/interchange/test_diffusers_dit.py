@@ -57,6 +57,7 @@ def test_output_is_that_of_diffusers_at_our_frequencies(sizes):
         ({"num_classes": None}, "num_classes=None"),
         ({"condition": {"class_path": "Tokens", "init_args": {"dim": 6}}}, "condition=.*Tokens"),
         ({"mlp_ratio": 2}, "mlp_ratio=2: .* has 4"),
+        ({"two_times": True}, "two_times=True: .* one noise level"),
     ],
 )
 def test_what_diffusers_cannot_express_is_refused_by_name(changes, message):

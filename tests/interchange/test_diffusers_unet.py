@@ -87,6 +87,7 @@ def test_a_network_of_diffusers_comes_in():
         ({"num_heads_upsample": 2}, "num_heads_upsample=2: .* one number of heads"),
         ({"channel_mult": [0.5, 1]}, r"channel_mult=\[0.5, 1\]: .* begins with 1"),
         ({"condition": {"class_path": "Tokens", "init_args": {"dim": 6}}}, "condition=.*Tokens"),
+        ({"two_times": True}, "two_times=True: .* one noise level"),
     ],
 )
 def test_what_diffusers_cannot_express_is_refused_by_name(changes, message):
