@@ -15,6 +15,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -43,7 +44,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from lit_diffusion.callbacks.trainer_state import is_count, is_dtensor, strip_compile_prefix
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import explain_write_errors, plain_checkpoint, save_plain
-from lit_diffusion.distributed import call_on_rank_zero
+from lit_diffusion.distributed import call_on_rank_zero, rank_and_world_size
 from lit_diffusion.files import check_archive, check_regular, is_checkpoint_folder, remove, replace
 from lit_diffusion.signals import defer_signals
 
@@ -109,7 +110,8 @@ class AtomicModelParallelStrategy(ModelParallelStrategy):
 def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint to a folder. All ranks must call this function.
 
-    If this fails, an existing checkpoint at the path stays as it was.
+    If this fails, an existing checkpoint at the path stays as it was, and the files that were
+    written are deleted.
 
     Raises:
         OSError: on all ranks, if any rank cannot write.
@@ -139,9 +141,13 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path) -> None:
         call_on_rank_zero(prepare)
         try:
             save_parts(split, checkpoint_id=part)
+            call_on_rank_zero(finish)
         except CheckpointException as error:
             raise _first_failure(error) from None
-        call_on_rank_zero(finish)
+        finally:
+            if rank_and_world_size()[0] == 0:
+                with suppress(OSError):  # must not hide the exception of the write itself
+                    remove(part)
 
 
 def _map_tensors(value: Any, function: Callable[[Keys, Tensor], Tensor], keys: Keys = ()) -> Any:

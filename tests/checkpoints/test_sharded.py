@@ -1,5 +1,6 @@
 """Checkpoints to which each rank writes its parts, on one rank; `test_sharding.py` has more."""
 
+import errno
 import os
 import pickle
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support.plain_module import assert_same_bits
 from support.tiny_checkpoint import checkpoint_of, tiny
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lit_diffusion.callbacks.trainer_state import is_dtensor
@@ -102,6 +104,23 @@ def test_a_folder_that_a_run_replaces_meanwhile_is_not_read_half(
     monkeypatch.setattr(sharded, "load_parts", save_before)
     with pytest.raises(ValueError, match=r"last\.ckpt was replaced by a later save"):
         read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("function", ["FileSystemWriter.write_data", "save_plain"])
+def test_a_save_that_fails_leaves_no_files(split, folder, monkeypatch, function):
+    """They would keep a full disk full."""
+
+    def fail(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if function == "save_plain":
+        monkeypatch.setattr(sharded, "save_plain", fail)
+    else:
+        monkeypatch.setattr(FileSystemWriter, "write_data", fail)
+    with pytest.raises(OSError, match=r"No space left on device; the checkpoint .* is intact"):
+        write_folder(checkpoint_of(split, global_step=8), folder)
+    assert os.listdir(folder.parent) == ["last.ckpt"]
+    assert read_checkpoint(folder)["global_step"] == 7
 
 
 def test_a_folder_of_other_files_is_not_replaced(split, tmp_path):
