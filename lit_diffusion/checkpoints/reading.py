@@ -31,6 +31,7 @@ _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # name of an entry -> its type, and the type of its items (list) or keys (dict)
 _ENTRY_TYPES: dict[str, tuple[type[dict[Any, Any]] | type[list[Any]], type]] = {
     **dict.fromkeys(("state_dict", "callbacks", "loops", *_HYPER_PARAMETERS), (dict, str)),
+    **dict.fromkeys(("callback_metrics", "model_checkpoints"), (dict, str)),  # of ExactResume
     **dict.fromkeys(("optimizer_states", "lr_schedulers"), (list, dict)),
 }
 _RUN_ENTRIES = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states")
@@ -162,6 +163,7 @@ def check_content(checkpoint: Any) -> None:
         if "_class_path" in (settings := checkpoint.get(name, {})):
             _check_settings(settings, name)
     _check_progress(checkpoint.get("loops", {}))
+    _check_exact_resume(checkpoint)
     for name, value in checkpoint["state_dict"].items():
         if not (is_dense_tensor(value) or name.endswith("_extra_state")):
             raise ValueError(f"its weight {name} is not a dense tensor, but {_describe(value)}")
@@ -182,6 +184,16 @@ def _check_settings(settings: Any, name: str) -> None:
         if not all(isinstance(each, str) for each in names):
             raise ValueError(f"in its '{name}', names of init_args must be text, got {value!r:.50}")
         _check_settings(value, name)
+
+
+def _check_exact_resume(checkpoint: Checkpoint) -> None:
+    """Raise ValueError if an entry of the callback ExactResume has an unexpected type."""
+    for name, value in checkpoint.get("callback_metrics", {}).items():
+        if not is_dense_tensor(value):
+            raise ValueError(f"its metric {name} is not a dense tensor, but {_describe(value)}")
+    for name, value in checkpoint.get("model_checkpoints", {}).items():
+        if not isinstance(value, dict):
+            raise ValueError(f"its state of {name} is {_describe(value)}, which no run saves")
 
 
 _COUNTS = ("ready", "started", "processed", "completed", "_batches_that_stepped")

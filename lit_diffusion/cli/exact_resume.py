@@ -220,11 +220,12 @@ def _restore_model_checkpoints(trainer: Trainer, states: dict[str, dict[str, Any
     for saver in savers:
         state = states.get(saver.state_key, {})
         vars(saver).update({name: state[name] for name in _OMITTED_ATTRIBUTES if name in state})
-        latest = {saver.best_model_path, saver.last_model_path, saver._last_checkpoint_saved}
-        saved_files = list(filter(None, {*latest, saver.kth_best_model_path, *saver.best_k_models}))
+        latest = [saver.best_model_path, saver.last_model_path, saver._last_checkpoint_saved]
+        saved_files = list(filter(None, [*latest, saver.kth_best_model_path, *saver.best_k_models]))
         for file in saved_files:  # ModelCheckpoint may delete it
-            is_elsewhere = "://" in file and not file.startswith(f"{saver.dirpath}/")
-            if is_elsewhere or ".." in Path(file).parts:
+            is_text = isinstance(file, str)
+            is_elsewhere = "://" in str(file) and not str(file).startswith(f"{saver.dirpath}/")
+            if not is_text or is_elsewhere or ".." in Path(file).parts:
                 raise ValueError(
                     f"{trainer.ckpt_path} lists {file} as a file of ModelCheckpoint, which would "
                     f"delete it, but its folder is {saver.dirpath}; resume from another checkpoint."

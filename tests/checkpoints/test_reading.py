@@ -137,6 +137,8 @@ GOOD = {
     "loops": {"fit_loop": {"epoch_progress": {"total": {"ready": 3}}, "state_dict": {"a": "b"}}},
     "optimizer_states": [{"state": {}}],
     "global_step": 3,
+    "callback_metrics": {"val/loss": torch.zeros(())},
+    "model_checkpoints": {"ModelCheckpoint{}": {"current_score": None}},
 }
 
 
@@ -151,6 +153,9 @@ def test_what_a_run_saves_is_let_through():
         ({"state_dict": {"w": "text"}}, "its weight w is not a dense tensor, but str 'text'"),
         ({"state_dict": {"w": torch.zeros(2, device="meta")}}, "on meta"),
         ({"callbacks": []}, "its 'callbacks' is list []"),
+        ({"callback_metrics": {"a": 3}}, "its metric a is not a dense tensor, but int 3"),
+        ({"model_checkpoints": []}, "its 'model_checkpoints' is list []"),
+        ({"model_checkpoints": {"a": 3}}, "its state of a is int 3"),
         ({"global_step": -1}, "its 'global_step' is int -1"),
         ({"global_step": 2**63}, "its 'global_step' is int 9223372036854775808"),
         ({"loops": {"a_progress": {"ready": -2}}}, "ready must be a count, got -2"),
