@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lit_diffusion.cli import options
 from lit_diffusion.cli.options import SPLITS, Parser, integer, numbers
+from lit_diffusion.signals import raise_on_signals
 
 WITH_IMAGES = {
     *("--images", "--checkpoint", "--trust", "--data", "--reference", "--extractor"),
@@ -75,9 +76,10 @@ def run(argv: Sequence[str]) -> None:
     sampling = options.sampling_options(args)
     names = ("images", "num", "out", "reference", "data", "extractor")
     evaluation = EvaluationOptions(sampling, **{name: getattr(args, name) for name in names})
-    if args.ema:
-        print(json.dumps(score_widths(evaluation, args.ema), indent=1))
-        return
-    record = evaluate(evaluation)
+    with raise_on_signals():  # so that the temporary folder is deleted
+        if args.ema:
+            print(json.dumps(score_widths(evaluation, args.ema), indent=1))
+            return
+        record = evaluate(evaluation)
     print(table(record), file=sys.stderr)
     print(json.dumps(record, indent=1))

@@ -18,7 +18,7 @@ from lit_diffusion.cli.options import SamplingOptions, require_lab, usable_devic
 from lit_diffusion.cli.run_data import protocol_of_run, real_images
 from lit_diffusion.cli.run_folder import run_of
 from lit_diffusion.cli.sampling import RECORD, image_folder, write_samples
-from lit_diffusion.files import atomic_write, checked_read, user_cache
+from lit_diffusion.files import atomic_write, checked_read, user_cache, walk_files
 from lit_diffusion.metrics.auxiliary_metrics import (
     DISTANCES,
     MAX_NEIGHBORS,
@@ -32,7 +32,7 @@ from lit_diffusion.metrics.evaluation_record import (
     write_evaluation,
 )
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.metrics.images import as_image_set, evenly_spaced
+from lit_diffusion.metrics.images import IMAGE_SUFFIXES, as_image_set, evenly_spaced
 from lit_diffusion.metrics.reference import Scorer, measure_reference
 from lit_diffusion.metrics.score import extract_features, score_features
 from lit_diffusion.signals import print_error
@@ -70,7 +70,7 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
             samples, labels = _read_samples_record(Path(folder)), None
         else:
             num = len(real) if options.num is None else options.num
-            samples = write_samples(generator, num, image_folder(folder))
+            samples = write_samples(generator, num, _folder_of_samples(folder))
             labels = generator.image_labels(samples["num"])
         fake = as_image_set(folder, "fake")
         compared = (real, others, len(fake), user_cache(), labels)
@@ -90,6 +90,19 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
         "second_look": auxiliary.compute()[1],
         "samples": samples,
     }
+
+
+def _folder_of_samples(path: str) -> Path:
+    """Create a folder for images to score; ValueError if it or a subfolder has other images."""
+    folder = image_folder(path)
+    for file in map(Path, walk_files(folder)):
+        is_generated = file.parent == folder and file.suffix == ".png"  # as `image_folder` checks
+        if file.suffix.lower() in IMAGE_SUFFIXES and not is_generated:
+            raise ValueError(
+                f"--out {folder} has other images, such as {file}, which would be scored as well; "
+                "choose another folder."
+            )
+    return folder
 
 
 def _read_samples_record(folder: Path) -> dict[str, Any]:

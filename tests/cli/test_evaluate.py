@@ -1,6 +1,8 @@
 import json
 import os
+import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from support.vision_transformers import publish, write_clip
 
 from lit_diffusion.checkpoints.averages import write_snapshot
 from lit_diffusion.checkpoints.saving import write_checkpoint
-from lit_diffusion.cli import evaluate, solver_comparison
+from lit_diffusion.cli import evaluate, evaluating, solver_comparison
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_data import protocol_of_run
 from lit_diffusion.lab.compare.run_folders import read_run
@@ -202,6 +204,31 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(run, capsys, command, messag
     lines = capsys.readouterr().err.strip().split("\n")
     assert message in lines[-1]
     assert not any("Traceback" in line for line in lines)
+
+
+@pytest.mark.parametrize("other", ["photo.jpg", "earlier/000000.png"])
+def test_only_generated_images_are_scored(run, folder, capsys, other):
+    Path("out/earlier").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(f"out/{other}")
+    assert call(f"{RUN} --num 12 --steps 1 --out out") == 2
+    assert f"--out out has other images, such as out/{other}, which" in capsys.readouterr().err
+    assert [str(p) for p in Path("out").rglob("*.*")] == [f"out/{other}"]
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_stopped_leaves_no_temporary_folder(run, folder, monkeypatch, number):
+    (folder / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / "temporary"))
+    handled = []
+
+    def stopped(*_):
+        handled.append(callable(signal.getsignal(number)))
+        os.kill(os.getpid(), number if handled[0] else signal.SIGINT)
+
+    monkeypatch.setattr(evaluating, "extract_features", stopped)
+    assert call(f"{RUN} --num 2 --steps 1") == 128 + number
+    assert not list((folder / "temporary").iterdir())
 
 
 # Averages of several widths
