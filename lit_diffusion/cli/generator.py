@@ -188,6 +188,8 @@ def parse_solver(text: str) -> dict[str, Any]:
     if text.lstrip().startswith("{"):
         with suppress(yaml.YAMLError, ValueError):  # also an integer of thousands of digits
             spec = yaml.safe_load(text)
+    if not isinstance(spec.get("init_args", {}), dict):
+        raise ValueError(f"init_args of --solver must be NAME: VALUE pairs, got {text!r}.")
     name = str(spec.get("class_path"))
     if "." in name:
         return spec
@@ -304,6 +306,9 @@ def _load_guiding_model(
     if kind == "classifier" and not isinstance(loaded.module, NoisyClassifier):
         got = type(loaded.module).__name__
         raise ValueError(f"--classifier {source} must be a NoisyClassifier, got a {got}.")
+    if kind == "weaker" and not hasattr(loaded.module, "denoise_for"):
+        got = type(loaded.module).__name__
+        raise ValueError(f"--weaker {source} must be a DiffusionModule, got a {got}.")
     for name in ("process", "image_shape", "num_classes"):
         ours, theirs = (repr(getattr(each, name, None)) for each in (module, loaded.module))
         if ours != theirs:

@@ -412,7 +412,7 @@ def usable_device(name: str | None) -> "torch.device":
         name = gpu if torch.cuda.is_available() else "cpu"
     try:
         device = torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch built without CUDA
+    except (RuntimeError, AssertionError, ImportError) as error:  # depends on how torch was built
         reason = str(error).split("\n")[0].rstrip(".")
         fix = "try --device cpu"
         raise ValueError(f"--device {name} cannot be used here: {reason}; {fix}.") from error

@@ -86,6 +86,10 @@ def run(argv: Sequence[str]) -> None:
                 return
             record = write_samples(load_generator(sampling), args.num, folder, args.trajectory)
     except KeyboardInterrupt:
+        last_file = "grid.png" if args.compare is None else "comparison.png"
+        if (folder / last_file).exists():
+            print_error(f"Stopped, but everything is in {folder}.")
+            raise
         num = unfinished_record(folder).get("num", 0)
         progress = "" if args.compare else f" with {num} of {args.num} images in {folder}"
         print_error(f"Stopped{progress}. Repeat the command to continue.")

@@ -35,7 +35,7 @@ def image_folder(path: str | Path) -> Path:
 
 def unfinished_record(folder: Path) -> dict[str, Any]:
     """The content of samples.json of an interrupted command; {} without one."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(check_regular(folder / RECORD).read_text())
         is_unfinished = record["of"] != record["num"] or not (folder / "grid.png").exists()
         if is_count(record["num"]) and is_count(record["of"]) and is_unfinished:

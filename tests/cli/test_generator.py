@@ -61,6 +61,7 @@ def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
         "EulerAncestral, Heun, UniPC, or a class path",
         "--solver Heun --solver.stepz 3": "no argument 'stepz'. Did you mean 'steps'?",
         f"--solver '{{steps: {'9' * 5000}}}'": "--solver must be one of DDIM",
+        "--solver '{class_path: DDPM, init_args: null}'": "init_args of --solver must be NAME:",
         "--solver.steps=0": "--solver: steps must be at least 1, got 0",
         "--solver lit_diffusion.grids.Karras": "does not implement protocol Solver",
     }.items():
@@ -125,6 +126,13 @@ def test_a_classifier_of_another_process_is_refused():
     classifier("CosineBetas")
     with pytest.raises(ValueError, match="must have the process of the model"):
         load_generator(sampling("--classifier classifier.ckpt:raw"))
+
+
+def test_a_classifier_is_no_weaker_model():
+    classifier()
+    message = "--weaker classifier.ckpt:raw must be a DiffusionModule, got a NoisyClassifier."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_generator(sampling("--weaker classifier.ckpt:raw"))
 
 
 # Images to start from

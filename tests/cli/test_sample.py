@@ -104,6 +104,21 @@ def test_a_call_that_is_stopped_keeps_its_images_and_goes_on(averaged, monkeypat
     assert "--out out already has images" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_call_that_is_stopped_at_its_end_is_not_to_be_repeated(averaged, monkeypatch, capsys):
+    save = Image.Image.save
+
+    def stopped(image, file, *args):
+        save(image, file, *args)
+        if args:  # the grid
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Image.Image, "save", stopped)
+    assert call("sample --checkpoint run --num 3 --steps 1 --out out") == 143
+    assert len(pngs()) == 3
+    assert "Stopped, but everything is in out.\n" in capsys.readouterr().err
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("when", ["first batch", "grid"])
 def test_a_call_that_is_killed_while_it_writes_goes_on(averaged, monkeypatch, when):
@@ -125,6 +140,14 @@ def test_a_call_that_is_killed_while_it_writes_goes_on(averaged, monkeypatch, wh
         assert (Path("out") / file.name).read_bytes() == file.read_bytes()
 
 
+def test_a_record_that_is_nested_too_deep_is_no_record(averaged, capsys):
+    Path("out").mkdir()
+    Path("out/samples.json").write_text("[" * 100_000)
+    Image.new("L", (8, 8)).save("out/000000.png")
+    assert call("sample --checkpoint run --num 3 --steps 1 --out out") == 2
+    assert "--out out already has images" in capsys.readouterr().err
+
+
 def test_classes_are_named_as_the_folders_of_their_training_images_are(averaged, capsys):
     file = torch.load(LAST, weights_only=True)
     names = ["cat", "dog", *"cdefghij"]
@@ -144,6 +167,7 @@ def test_classes_are_named_as_the_folders_of_their_training_images_are(averaged,
         ("--labels 3,x", "--labels must be in 0..9 or -1, got 'x'."),
         ("--weights ema_0.5", "no weights 'ema_0.5'; it has raw, ema_0.9."),
         ("--device banana", "--device banana cannot be used here"),
+        ("--device hpu", "--device hpu cannot be used here"),
         ("--classifier run", "--classifier run must be a NoisyClassifier, got a DiffusionModule."),
         ("--out run/checkpoints/last.ckpt", "--out run/checkpoints/last.ckpt is a file"),
         ("--compare nonsense", "--compare must be solvers, or some of DDIM,DDPM,"),
