@@ -87,7 +87,8 @@ def run(argv: Sequence[str]) -> None:
 
 def _values(configs: Sequence[dict[str, Any]], part: str, name: str) -> list[Any]:
     """Values of an argument of the model or the data, in the order of the configs."""
-    arguments = [(config.get(part) or {}).get("init_args") or {} for config in configs]
+    parts = [config.get(part) for config in configs]  # a part without arguments may be a class path
+    arguments = [each.get("init_args") or {} for each in parts if isinstance(each, dict)]
     return [values[name] for values in arguments if name in values]
 
 

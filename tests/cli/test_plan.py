@@ -33,6 +33,15 @@ def test_averages_are_counted_under_long_and_short_names_of_their_classes(callba
     assert f"averages ({num})" in capsys.readouterr().out
 
 
+def test_a_part_without_arguments_may_be_a_class_path(capsys):
+    write_config()
+    Path("data.yaml").write_text("data: lit_diffusion.data.DigitsDataModule")
+    assert call("plan --config data.yaml --config dit.yaml") == 0
+    assert "4 images on each rank" in capsys.readouterr().out
+    assert call("plan --config data.yaml") == 2
+    assert "data.yaml must state model.network." in capsys.readouterr().err
+
+
 def test_callbacks_are_replaced_or_appended_as_in_fit(capsys):
     write_config("EMA")
     Path("more.yaml").write_text("trainer: {callbacks+: [EMA, StepSeed]}")
