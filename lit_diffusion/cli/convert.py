@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -202,7 +203,8 @@ def _import(options: Sequence[str]) -> None:
     built_with = ", ".join(f"{name}={value}" for name, value in spec["init_args"].items())
     print(f"{class_name}({built_with}) is in {args.out}.")
     model = yaml.safe_dump({"model": model_config(spec)}, sort_keys=False)
-    options = f"--config {args.out}/model.yaml --init_weights {args.out}"
-    fit = f"lit-diffusion fit --config CONFIG {options}"
-    atomic_write_text(Path(args.out) / "model.yaml", f"# {fit}\n{model}")
+    file = Path(args.out) / "model.yaml"
+    fit = f"lit-diffusion fit --config CONFIG --config {quote(str(file))}"
+    fit += f" --init_weights {quote(args.out)}"
+    atomic_write_text(file, f"# {fit}\n{model}")
     print(f"To train it further, with a CONFIG of process, loss and data: {fit}")

@@ -67,6 +67,13 @@ def test_a_published_file_is_trained_on_with_the_config_beside_it(dit, caplog):
     assert f"out: {len(dit.state_dict())} copied." in caplog.text
 
 
+def test_the_command_to_train_further_can_be_pasted_into_a_shell(dit, capsys):
+    assert call(f"{IMPORT[:-3]} 'my dit' --network.num_heads=4") == 0
+    command = "fit --config CONFIG --config 'my dit/model.yaml' --init_weights 'my dit'"
+    assert capsys.readouterr().out.endswith(f"lit-diffusion {command}\n")
+    assert f"lit-diffusion {command}\n" in Path("my dit/model.yaml").read_text()
+
+
 @pytest.mark.parametrize(("weights", "named"), [("ema", "ema_0.9"), ("raw", "raw")])
 def test_the_weights_asked_for_are_those_exported(run, weights, named):
     export("run", "out", weights)
