@@ -31,7 +31,8 @@ SCRIPTS = {
 complete -o default -F _lit_diffusion lit-diffusion""",
     "zsh": r"""_lit_diffusion() {
     local -a candidates
-    candidates=(${(f)"$(lit-diffusion completion --line "$LBUFFER" 2>/dev/null)"})
+    local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
+    candidates=(${(f)"$(lit-diffusion completion --line "$line" 2>/dev/null)"})
     compset -P '*='
     (( $#candidates )) || { _files; return }
     compadd -S '' -- ${(M)candidates:#*[.=]}

@@ -86,7 +86,8 @@ PRINT = {
     "bash": """COMP_LINE="$LINE" COMP_POINT=${#LINE} COMPREPLY=(); _lit_diffusion 2>/dev/null
         printf '%s\\n' "${COMPREPLY[@]}" """,
     "zsh": """compset() { }; compadd() { print -l -- ${@:#-*} ${(M)@:#--?*} }
-        LBUFFER=$LINE; _lit_diffusion""",
+        words=(${(z)LINE}) CURRENT=$#words PREFIX=$words[-1]  # of one command of the line
+        LBUFFER="cd . && $LINE"; _lit_diffusion""",
     "fish": "complete --do-complete $LINE",
 }
 """What prints the candidates for $LINE in a shell."""
