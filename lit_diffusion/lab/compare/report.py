@@ -268,6 +268,11 @@ def write_report(report: Report, folder: Path) -> Path:
         "speedups-images.csv": tables.speedup_records(images) if images else [],
     }
     text = markdown(report)
+    page = folder / "report.html"
+    if page.exists():  # an earlier report may have had figures or numbers that this one lacks
+        for name in ("samples.png", "speedups-images.csv"):
+            if name not in pngs and not records.get(name):
+                (folder / name).unlink(missing_ok=True)
     for name, png in pngs.items():
         with atomic_write(folder / name) as file:
             file.write(png)
@@ -275,6 +280,5 @@ def write_report(report: Report, folder: Path) -> Path:
         if rows:
             atomic_write_text(folder / name, tables.to_csv(rows))
     atomic_write_text(folder / "report.md", text)
-    page = folder / "report.html"
     atomic_write_text(page, html(text, pngs))
     return page

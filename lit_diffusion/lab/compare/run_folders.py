@@ -241,7 +241,8 @@ def _read_mapping(file: Path | None) -> dict[str, Any]:
 def _checked_evaluations(file: Path) -> list[Record]:
     records = read_evaluations(file)
     for record in records:
-        if "metric" in record and not record.keys() >= {"step", "value"}:
+        is_complete = "value" in record and record.get("step") is not None
+        if "metric" in record and not is_complete:
             raise ValueError(f"{file} is damaged: {reprlib.repr(record)} is not an evaluation.")
     return records
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_diffusion.cli.options import Parser, add_trust, check_exists, integer, require_lab
+from lit_diffusion.files import atomic_write_text
 
 
 def parser() -> Parser:
@@ -62,6 +63,6 @@ def run(argv: Sequence[str]) -> None:
     if len(sweep.finished) < len(runs):
         raise SystemExit(1)
     entry = speedrun.measure(name, runs, args.commit)
-    (out / "speedrun.csv").write_text(speedrun.entry_csv(entry))
+    atomic_write_text(out / "speedrun.csv", speedrun.entry_csv(entry))
     print(speedrun.describe(entry, speedrun.record_holder(records)))
     print(f"\nRows for the table of records: {out / 'speedrun.csv'}")

@@ -151,6 +151,14 @@ def test_a_report_is_a_page_and_its_figures_and_numbers(report, tmp_path):
     assert page.count('src="data:image/png;base64,') == 3
     with (folder / "speedups.csv").open() as rows:
         assert [row["arm"] for row in csv.DictReader(rows)] == ["baseline", "fast", "slow"]
+    write_report(report, folder)  # leaves no file of the earlier report beside its own
+    assert not {"samples.png", "speedups-images.csv"} & {path.name for path in folder.iterdir()}
+
+
+def test_a_first_report_in_a_folder_deletes_nothing(report, tmp_path):
+    (tmp_path / "samples.png").write_text("mine")
+    write_report(report, tmp_path)
+    assert (tmp_path / "samples.png").read_text() == "mine"
 
 
 def test_csv_files_and_run_folders_give_the_same(tmp_path):

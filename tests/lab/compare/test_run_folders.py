@@ -89,6 +89,11 @@ def test_logs_grids_and_the_first_and_latest_config_are_read(folder):
     [
         ("evaluations.jsonl", "{'step'\n", "a/evaluations.jsonl is damaged"),
         ("evaluations.jsonl", '{"metric": "val/fid_360", "step": 1}\n', "is not an evaluation"),
+        (
+            "evaluations.jsonl",
+            '{"metric": "val/fid_360", "step": null, "value": 1.0}\n',
+            "is not an evaluation",
+        ),
         ("metrics.csv", "step,train/loss\n1,abc\n", "a/metrics.csv is damaged"),
         ("config.yaml", "a: [1\n", "a/config.yaml, line 2: expected ',' or ']'"),
     ],
