@@ -98,7 +98,8 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
         f"images are {images.dtype} with values from {low:.3g} to {high:.3g}, from which it is not "
         f"clear which values are black and white. If black is 0 and white is 1, pass "
         f"images=lambda batch: (255 * {where}).round().clamp(0, 255).to(torch.uint8). If black is "
-        f"-1 and white is 1, replace 255 * {where} in this function by 127.5 * {where} + 127.5."
+        f"-1 and white is 1, replace 255 * {where} in this function by 127.5 * {where} + 127.5. If "
+        f"black is 0 and white is 255, replace it by {where}."
     )
 
 

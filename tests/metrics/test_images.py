@@ -66,6 +66,17 @@ def test_other_floats_are_refused_with_what_to_write_and_it_works(images):
     assert torch.equal(images, (255 * batch["jpg"]).round().clamp(0, 255).to(torch.uint8))
 
 
+@pytest.mark.parametrize("images", [LEVELS.long(), LEVELS.float()])
+def test_levels_of_another_dtype_are_refused_with_what_to_write_and_it_works(images):
+    with pytest.raises(TypeError, match="If black is 0 and white is 255") as refused:
+        to_uint8([images])
+    advice = re.search(r"images=(lambda .*torch.uint8\))", str(refused.value))[1]
+    pattern = r"replace (.*) in this .* white is 255, replace it by (.*)\.$"
+    levels = re.search(pattern, str(refused.value))
+    function = eval(advice.replace(*levels.groups()), {"torch": torch})
+    assert torch.equal(to_uint8([images], function), LEVELS)
+
+
 @pytest.mark.parametrize(
     ("batch", "where", "message"),
     [
