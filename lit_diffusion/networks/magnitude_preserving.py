@@ -469,7 +469,7 @@ class MagnitudePreservingUNet(nn.Module):
         """Scale the weights of each output of each layer to magnitude 1, in place.
 
         Weights that do not require a gradient do not change. Weights whose magnitude is 1 up to
-        rounding errors do not change in any bit, so a second call has no effect.
+        four rounding errors do not change in any bit.
 
         Source: Karras et al. 2024, Eq. 66. There, the forward pass normalizes the weights before it
             uses them. Here, the forward pass changes no weights, because compiled graphs lost such
