@@ -25,11 +25,12 @@ class SelfTeacher(nn.Module):
     """Teacher of SRA: the EMA of the network, at a later block and a cleaner time.
 
     The teacher is a copy of the network. Its weights are an exponential moving average of the
-    network's weights. Teacher and network get each image with the same noise and the same
-    condition, but the noise level of the teacher is lower. Each image has a random number u in
-    [0, 1). The time of the network is the quantile of `module.times` at u. The time of the teacher
-    is the quantile at `max(u - k, 0)`, with k uniform in [0, max_interval) for each image. The
-    paper subtracts k from the time itself, which is the same if times are uniform in [0, 1].
+    network's weights, and its buffers equal the network's buffers. Teacher and network get each
+    image with the same noise and the same condition, but the noise level of the teacher is lower.
+    Each image has a random number u in [0, 1). The time of the network is the quantile of
+    `module.times` at u. The time of the teacher is the quantile at `max(u - k, 0)`, with k uniform
+    in [0, max_interval) for each image. The paper subtracts k from the time itself, which is the
+    same if times are uniform in [0, 1].
 
     The averaged weights are part of the state_dict, which makes a checkpoint larger by the size of
     the network. They are updated once after each optimizer step. In the first step of a new fit,
@@ -113,4 +114,6 @@ class SelfTeacher(nn.Module):
             return
         decay = self.decay if step > 0 else 0.0  # weights may be loaded after `attach`
         ema_update_([*self.network.parameters()], [*network.parameters()], decay)
+        for ours, theirs in zip(self.network.buffers(), network.buffers(), strict=True):
+            ours.copy_(theirs)
         self._step = step

@@ -137,6 +137,25 @@ def test_the_weights_are_averaged_once_after_each_optimizer_step(tmp_path):
     assert not torch.equal(record.networks[0], record.networks[1])
 
 
+class RandomFeature(TinyNetwork):
+    """Scales its input by a constant that differs in each new network."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.rand(()))
+
+    def forward(self, x, noise_label, labels):
+        return super().forward(self.scale * x, noise_label, labels)
+
+
+def test_the_teacher_equals_a_network_whose_weights_and_buffers_were_loaded():
+    network = RandomFeature()
+    network.dropout.p = 0.0
+    module = module_of(SelfTeacher("dropout", max_interval=0.0), network=network)
+    network.load_state_dict(RandomFeature().state_dict())
+    assert term(module, batch_of(module)) == 0
+
+
 def test_the_teacher_has_no_gradient_and_keeps_the_mode_of_its_modules():
     module = module_of(SelfTeacher("enter"))
     module.train()
