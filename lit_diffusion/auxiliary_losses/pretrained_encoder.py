@@ -82,7 +82,7 @@ class PretrainedEncoder(nn.Module):
             )
         encoder, mean, std = self._encoder
         size = (self.image_size, self.image_size)
-        pixels = images.expand(-1, 3, -1, -1) / 255  # (B, 3, H, W) float32 in [0, 1]
+        pixels = images.float().expand(-1, 3, -1, -1) / 255  # (B, 3, H, W) in [0, 1]
         pixels = F.interpolate(pixels, size, mode="bicubic", antialias=True)
         pixels = (pixels - mean.to(pixels)) / std.to(pixels)
         tokens: Tensor = encoder.to(images.device)(pixel_values=pixels).last_hidden_state
@@ -96,7 +96,10 @@ class PretrainedEncoder(nn.Module):
         self._check_files()
         with checked_read(self.path / PREPROCESSING, "preprocessing of an image encoder") as file:
             preprocessing = dict(json.loads(file.read_text()))
-            mean, std = (torch.tensor(preprocessing[f"image_{n}"]) for n in ("mean", "std"))
+            mean, std = (
+                torch.tensor(preprocessing[f"image_{n}"], dtype=torch.float32)
+                for n in ("mean", "std")
+            )
         if find_spec("transformers") is None:
             raise ModuleNotFoundError(
                 f"{type(self).__name__} needs transformers: pip install -e '.[diffusers]'."
@@ -112,6 +115,7 @@ class PretrainedEncoder(nn.Module):
                 dtype=torch.float32,
                 local_files_only=True,
                 use_safetensors=True,
+                trust_remote_code=False,  # else transformers asks whether to run the folder's code
                 output_loading_info=True,
             )
         if keys := [*info["missing_keys"], *info["mismatched_keys"]]:

@@ -1,5 +1,6 @@
 """The teacher of REPA: a small DINOv2 with random weights, in the layout of transformers."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -71,6 +72,31 @@ def test_images_are_resized_and_normalized_as_for_the_encoder(encoder):
 def test_gray_images_are_images_of_three_equal_channels(encoder):
     gray = pixels(channels=1)
     assert torch.equal(features(encoder, gray), features(encoder, gray.expand(-1, 3, -1, -1)))
+
+
+def test_images_keep_their_precision_where_the_default_is_bfloat16(encoder):
+    """As in a training step under bf16-true."""
+    expected = features(encoder, pixels())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(features(encoder, pixels()), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_code_in_the_folder_never_runs_and_nobody_is_asked_whether_it_may(
+    encoder, tmp_path, monkeypatch
+):
+    copy = shutil.copytree(encoder, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    auto_map = {"AutoConfig": "code.Dinov2Config", "AutoModel": "code.Dinov2Model"}
+    (copy / "config.json").write_text(
+        json.dumps(config | {"model_type": "other", "auto_map": auto_map})
+    )
+    (copy / "code.py").write_text("from transformers import Dinov2Config, Dinov2Model\n")
+    monkeypatch.setattr("builtins.input", lambda question: "yes")
+    with pytest.raises(ValueError, match="contains custom code"):
+        features(copy, pixels())
 
 
 def test_other_sizes_have_other_grids(encoder):
