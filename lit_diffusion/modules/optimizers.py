@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.lr_schedules import WarmupLinear
@@ -40,7 +41,8 @@ def optimizer_and_schedule(
             created without it.
 
     Raises:
-        ValueError: if the schedule needs the length of the run, but the run is unlimited.
+        ValueError: if the schedule needs the length of the run, but the run is unlimited, or if the
+            schedule is `ReduceLROnPlateau`.
 
     Example:
         >>> from lit_diffusion.lr_schedules import WarmupCosine
@@ -58,6 +60,11 @@ def optimizer_and_schedule(
     if make_schedule is None:
         return optimizer
     schedule = make_schedule(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise ValueError(
+            "the lr schedule must depend on the optimizer step only, but ReduceLROnPlateau needs a "
+            "metric; use another schedule, such as WarmupCosine, or override configure_optimizers."
+        )
     if isinstance(schedule, WarmupLinear) and schedule.total_steps is None:
         if (steps := total_steps()) is None:
             raise ValueError(

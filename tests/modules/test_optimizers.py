@@ -158,3 +158,9 @@ def test_networks_that_normalize_their_weights_do_so_after_every_step_and_others
             assert torch.equal(part.last, part.weight)
     plain = optimizer_and_schedule(nn.Linear(2, 2), partial(SGD, lr=0.1), None, None)
     assert not plain._optimizer_step_post_hooks
+
+
+def test_a_schedule_that_needs_a_metric_is_refused():
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau needs a metric; use .* WarmupCosine"):
+        optimizer_and_schedule(nn.Linear(2, 1), Adam, plateau, lambda: 10)
