@@ -597,8 +597,8 @@ class DiffusionModule(LightningModule):
             self._has_checked_condition = True
         return images, condition, index
 
-    def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor, batch_idx: int) -> None:
-        """Log the loss, and in logging steps also its mean in each quartile of u.
+    def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor | None, batch_idx: int) -> None:
+        """Log the loss, and in logging steps also its mean in each quartile of u unless u is None.
 
         The mean of an empty quartile is NaN. In other steps, nothing more is logged, because
         Lightning takes 0.5 ms to log a number. The method does not set `prog_bar=True`, because
@@ -608,7 +608,7 @@ class DiffusionModule(LightningModule):
         is_logging_step = should_log(self.trainer)
         if is_logging_step or batch_idx == 0 or self.trainer.is_last_batch:
             self.log("train/loss", loss.detach())
-        if not is_logging_step:
+        if u is None or not is_logging_step:
             return
         quartile = bin_of(u, 4)
         sums = torch.zeros(4, dtype=losses.dtype, device=u.device).index_add(0, quartile, losses)

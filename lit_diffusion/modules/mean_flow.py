@@ -163,6 +163,10 @@ class MeanFlow(DiffusionModule):
         outputs: Any = super().training_step(batch, batch_idx)
         return {name: outputs[name] for name in ("loss", "per_sample_loss")}
 
+    def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor | None, batch_idx: int) -> None:
+        """Log the loss. It has no quartiles of u, because each image has two times."""
+        super()._log_training(loss, losses, None, batch_idx)
+
     def per_sample_loss(
         self, x0: Tensor, condition: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:

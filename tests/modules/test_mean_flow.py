@@ -356,6 +356,13 @@ def test_a_fit_learns_to_sample_in_one_step():
     assert wasserstein_distance(flow_matching) > 0.5
 
 
+def test_the_loss_is_logged_without_quartiles_of_one_of_its_two_times(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1, log_every_n_steps=1)
+    trainer.fit(small_mean_flow(), images(8, 8))
+    names = [name for name in trainer.callback_metrics if name.startswith("train/loss")]
+    assert names == ["train/loss"]
+
+
 # Mistakes
 
 
