@@ -167,6 +167,12 @@ def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
             )
 
 
+def check_device(device: torch.device) -> None:
+    """Raise ValueError if the device is MPS, because noise levels are float64."""
+    if device.type == "mps":
+        raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
+
+
 def check_data(
     data: object, codec: Codec, image_shape: tuple[int, ...], num_classes: int | None
 ) -> None:

@@ -9,8 +9,9 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lit_diffusion.callbacks.trainer_state import is_built_from_config, total_steps
+from lit_diffusion.callbacks.trainer_state import eval_mode, is_built_from_config, total_steps
 from lit_diffusion.codecs import PixelCodec, encode_for_training
+from lit_diffusion.conditioning import ClassLabels
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.guidance import LogProbGradient
 from lit_diffusion.modules import checks
@@ -83,12 +84,13 @@ class NoisyClassifier(LightningModule):
         self.times = times
         self.codec = PixelCodec() if codec is None else codec
         self.image_shape = tuple(image_shape)
-        self.num_classes = num_classes
+        self.num_classes, self._has_checked_labels = num_classes, False
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
 
     def setup(self, stage: str) -> None:
-        """Raise ValueError if the data do not fit the module."""
+        """Raise ValueError if the device is MPS, or if the data do not fit the module."""
+        checks.check_device(self.device)
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
 
@@ -98,7 +100,7 @@ class NoisyClassifier(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Compute the mean of `-log p(label | x_t)` over a batch, with random times and noise."""
-        images, labels, _ = batch
+        images, labels, _ = self._unpack_batch(batch)
         x0 = encode_for_training(self.codec, images)
         t = self.times.quantile(draw_uniforms(len(x0), device=self.device), self.process)
         loss = F.cross_entropy(self.logits(x0, t, torch.randn_like(x0)), labels)
@@ -107,7 +109,7 @@ class NoisyClassifier(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log loss and accuracy. For each image, the noise level and the noise are fixed."""
-        images, labels, index = batch
+        images, labels, index = self._unpack_batch(batch)
         x0 = self.codec.encode(images)
         t = self.times.quantile(index_uniforms(index), self.process)
         noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
@@ -139,19 +141,35 @@ class NoisyClassifier(LightningModule):
     def gradient(self, scale: float = 1.0) -> LogProbGradient:
         """Return a function for guidance that computes `scale * grad log p(label | x_t)`.
 
-        The gradient is with respect to x_t. For the label -1, it is 0.
+        The gradient is with respect to x_t. For the label -1, it is 0. The network runs in eval
+        mode, without dropout.
         """
 
         @torch.inference_mode(mode=False)  # a Trainer validates in inference mode
         def gradient(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
             x, t, labels = (part.detach().clone() for part in (x_t, t, labels))
-            with torch.enable_grad():
+            with torch.enable_grad(), eval_mode(self.network):
                 log_p = self._logits_of(x.requires_grad_(), t).log_softmax(1)
                 log_p = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
                 (gradient,) = torch.autograd.grad(log_p[labels >= 0].sum(), x)
             return scale * gradient
 
         return gradient
+
+    def _unpack_batch(self, batch: Batch) -> Batch:
+        """Validate a batch, and return its images, labels and index."""
+        checks.check_batch(batch, takes_condition=True)
+        images, labels, index = batch
+        # On a GPU, labels are checked only once, because the check synchronizes with the device.
+        if images.device.type == "cpu" or not self._has_checked_labels:
+            ClassLabels(self.num_classes).check(labels, len(images))
+            if bool((labels < 0).any()):
+                raise ValueError(
+                    f"{type(self).__name__} needs the class of each image, got labels of -1; use "
+                    "data with classes."
+                )
+            self._has_checked_labels = True
+        return images, labels, index
 
     def _logits_of(self, x_t: Tensor, t: Tensor) -> Tensor:
         scale = expand_as(torch.hypot(*self.process.alpha_sigma(t)), x_t)

@@ -1,6 +1,7 @@
 """The LightningModule for diffusion models, with network, process, loss and solver as arguments."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import nan
 from typing import Any, Literal
 
@@ -222,8 +223,7 @@ class DiffusionModule(LightningModule):
         Raises:
             ValueError: if the device is MPS, or if the data do not fit the module.
         """
-        if self.device.type == "mps":  # noise levels are float64
-            raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
+        checks.check_device(self.device)
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
         if stage == "fit" and self.conditioning is None and (hint := checks.unused_classes(data)):
@@ -557,7 +557,8 @@ class DiffusionModule(LightningModule):
     def denoise_for(self, labels: Condition) -> Denoise:
         """Return a function that maps (x_t, t) to estimates of x0 and noise (`Denoised`).
 
-        Solvers and guidance call this function instead of the network.
+        Solvers and guidance call this function instead of the network. The network runs in eval
+        mode, without dropout.
 
         Args:
             labels: condition of the images, on this module's device; None for an unconditional
@@ -566,7 +567,9 @@ class DiffusionModule(LightningModule):
 
         def denoise(x_t: Tensor, t: Tensor) -> Denoised:
             alpha, sigma = (expand_as(v, x_t) for v in self.process.alpha_sigma(t))
-            output, variance_output = self._run_network(x_t, t, alpha, sigma, labels)
+            # `generate` has set eval mode already, but not in the weaker model of `Autoguidance`.
+            with eval_mode(self.network) if self.network.training else nullcontext():
+                output, variance_output = self._run_network(x_t, t, alpha, sigma, labels)
             frac = None if variance_output is None else (variance_output + 1) / 2
             x0 = self.parameterization.to_x0(output, x_t, alpha, sigma)
             return Denoised(x0, (x_t - alpha * x0) / sigma, frac)

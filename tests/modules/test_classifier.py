@@ -2,10 +2,14 @@ import math
 
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from support.golden import Z, close
 from support.plain_module import make_trainer
+from support.tiny_diffusion import images, tiny_diffusion
 from support.toy import gaussian_denoiser, mixture_denoiser
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.guidance import ClassifierScore
@@ -114,6 +118,45 @@ def test_the_gradient_is_the_same_where_a_trainer_validates():
         within = gradient(*(part.clone() for part in inputs))
     assert within.any()
     assert torch.equal(within, gradient(*inputs))
+
+
+def test_the_gradient_has_no_dropout():
+    network = EncoderUNet(8, 1, 10, 32, (1, 2), 1, (2,), head_channels=32, dropout=0.5)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.1)  # some are initialized with 0
+    gradient = module(network.train(), (1, 8, 8), 10).gradient()
+    inputs = Z((2, 1, 8, 8), 1).float(), torch.tensor([3.0, 90.0]), torch.tensor([1, 7])
+    assert torch.equal(gradient(*inputs), gradient(*inputs))
+    assert network.training
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (-1, "the class of each image, got labels of -1"),
+        (2, r"labels must be 0\.\.1 or -1, got .*2"),
+    ],
+)
+def test_labels_that_are_no_class_are_explained(tmp_path, label, message):
+    parts = torch.zeros(4, 1, 1, 2, dtype=torch.uint8), torch.full((4,), label), torch.arange(4)
+    classifier, data = module(Recording(), (1, 1, 2)), DataLoader(TensorDataset(*parts))
+    with pytest.raises(ValueError, match=message):
+        classifier.training_step(next(iter(data)), 0)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path).validate(classifier, data, verbose=False)
+
+
+class AnyDevice(CPUAccelerator):
+    def setup_device(self, device):
+        pass
+
+
+def test_mps_is_explained(tmp_path):
+    strategy = SingleDeviceStrategy("mps", AnyDevice())
+    for each in (module(TwoModes()), tiny_diffusion()):
+        trainer = make_trainer(tmp_path, strategy=strategy, accelerator="auto")
+        with pytest.raises(ValueError, match=r"MPS has no float64; use --trainer\.accelerator=cpu"):
+            trainer.fit(each, images(4, 4))
 
 
 @pytest.mark.slow

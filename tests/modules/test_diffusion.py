@@ -18,7 +18,7 @@ from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.grids import Even, LogSNR, Sections
-from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.losses import DenoisingLoss, FDMWarmup, HybridLoss, Simple
 from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.networks.unet import UNet
@@ -94,6 +94,13 @@ def test_sampling_leaves_modes_and_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == before
     assert torch.equal(images, model.eval().generate([1]))  # no dropout either way
+
+
+def test_a_weaker_model_in_training_mode_guides_without_dropout():
+    weaker = module(unet(dropout=0.5)).train()
+    model = module(guidance=Autoguidance(weaker.denoise_for))
+    assert torch.equal(model.generate([1]), model.generate([1]))
+    assert all(m.training for m in weaker.modules())
 
 
 def test_learned_variances_reach_the_solver():
