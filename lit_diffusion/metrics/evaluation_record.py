@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader, IterableDataset
 
 from lit_diffusion.files import atomic_write_text, checked_read
 
@@ -173,8 +174,16 @@ class ImageCount(NamedTuple):
         return ImageCount(self.at(batches), batches, per_batch)
 
     def now(self, trainer: Trainer) -> int | None:
-        """Return the number of training images so far in the current fit."""
-        return self.at(_batches_done(trainer))
+        """Return the number of training images so far in the current fit.
+
+        In contrast to `at`, the last batch of each epoch may be smaller than the others.
+        """
+        batches, missing = _batches_done(trainer), _missing_per_epoch(trainer)
+        count = self.at(batches)
+        if count is None or missing == 0:
+            return count
+        num = int(trainer.num_training_batches)
+        return count - missing * (batches // num - self.batches // num)
 
 
 def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> ImageCount:
@@ -219,6 +228,17 @@ def _batches_done(trainer: Trainer) -> int:
     """Return the number of training batches on this process, including batches before a resume."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return total.processed
+
+
+def _missing_per_epoch(trainer: Trainer) -> int:
+    """Return how many images the last batch of an epoch lacks, over all processes."""
+    loader: Any = trainer.train_dataloader
+    is_ragged = isinstance(loader, DataLoader) and loader.batch_size and not loader.drop_last
+    if not is_ragged or isinstance(loader.dataset, IterableDataset):
+        return 0
+    if trainer.num_training_batches != len(loader):  # the last batch is left out
+        return 0
+    return int(-len(loader.sampler) % loader.batch_size * trainer.world_size)
 
 
 class EvaluationClock:

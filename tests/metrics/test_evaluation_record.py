@@ -90,6 +90,17 @@ def test_images_are_counted_by_batches_through_a_resume(tmp_path):
     assert count_training_images(second) == 36
 
 
+@pytest.mark.parametrize(("limit", "images"), [(1.0, 10), (2, 8)])
+def test_the_last_batch_of_an_epoch_counts_the_images_that_it_has(tmp_path, limit, images):
+    options = {"limit_train_batches": limit}
+    first, second = (trainer(tmp_path, [], max_epochs=n, **options) for n in (2, 3))
+    first.fit(Rising(), loader(10, batch_size=4))
+    assert count_training_images(first) == 2 * images
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    second.fit(Rising(), loader(10, batch_size=4), ckpt_path=tmp_path / "c.ckpt")
+    assert count_training_images(second) == 3 * images
+
+
 def test_the_clock_estimates_after_one_batch_and_reports_progress(caplog, monkeypatch):
     caplog.set_level("INFO")
     now = [100]
