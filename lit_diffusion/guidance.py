@@ -136,8 +136,7 @@ class Autoguidance:
     improve without losing diversity, and training needs no label dropout.
 
     Args:
-        weaker: the method `denoise_for` of the weaker module. The weaker module must be in
-            evaluation mode, because dropout would make samples random. It must have the same
+        weaker: the method `denoise_for` of the weaker module. The weaker module must have the same
             process as this model, and be on the same device.
         scale: factor on the difference between the predictions. With 1, the weaker model has no
             effect.
@@ -211,7 +210,7 @@ class ClassifierShift:
     Args:
         gradient: function of x_t, t and labels that returns the gradient of
             `log p(labels | x_t)` with respect to x_t, times the guidance scale. The method
-            `gradient` of a `NoisyClassifier` in evaluation mode creates this function.
+            `gradient` of `NoisyClassifier` creates this function.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 1.
 
@@ -245,7 +244,7 @@ class ClassifierScore:
     Args:
         gradient: function of x_t, t and labels that returns the gradient of
             `log p(labels | x_t)` with respect to x_t, times the guidance scale. The method
-            `gradient` of a `NoisyClassifier` in evaluation mode creates this function.
+            `gradient` of `NoisyClassifier` creates this function.
         clip: whether x0 is clamped to [-1, 1] before the gradient is added, as in guided-diffusion.
             If True, set `clip=False` in the solver, which would otherwise clamp the guided x0
             again.
