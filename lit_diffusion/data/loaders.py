@@ -122,8 +122,11 @@ class ResumableLoader(DataLoader[Any]):
 
 
 def batches_done_in_epoch(trainer: Trainer) -> int:
-    """Number of training batches of the current epoch so far, including batches before a resume."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    """Number of training batches of the current epoch so far, including batches before a resume.
+
+    The number is 0 if the Trainer is not training. A loader then yields the whole epoch.
+    """
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready if trainer.training else 0
 
 
 def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches: int) -> None:

@@ -145,6 +145,15 @@ def test_an_epoch_goes_on_after_the_images_it_had_with_batches_of_another_size(
     assert then.flat() == epochs[0][had:length] + epochs[1][:length]
 
 
+def test_after_a_fit_a_loader_yields_a_whole_epoch(tmp_path):
+    trainer = train(tmp_path, 300, Indices(), max_epochs=-1, max_steps=3)
+    batches = list(trainer.datamodule.train_dataloader())
+    assert len(batches) == 4
+    images = Digits(batch_size=300, seed=1)
+    for batch, expected in zip(batches, images.train_dataloader(), strict=True):
+        assert torch.equal(batch[2], expected[2])
+
+
 def test_whole_steps_of_accumulated_batches_are_what_an_epoch_goes_on_with(tmp_path):
     file = tmp_path / "some.ckpt"
     first, then = Indices(file, 3), Indices()
