@@ -45,8 +45,11 @@ def _translate(outermost: str, innermost: str, class_path: str, options: list[st
         return suggest(m[1], parameter_names(class_path), f"{class_path} has no argument")
     if m := re.search(r"does not accept option '([^']+)'", innermost):
         return suggest(m[1], options, "there is no setting")
-    if m := re.match(r"unrecognized arguments: (.*)", innermost):
-        name = m[1].split("=")[0].split()[0]
+    if m := re.match(r"unrecognized arguments:(.*)", innermost):
+        words = m[1].split("=")[0].split()
+        name = words[0] if words else m[1].strip()  # "" or "=5"
+        if name == "" or name[0] == "=":
+            return f"the argument {name!r} belongs to no option; remove it, or the space before =."
         if name.startswith("-"):
             return suggest(name.lstrip("-"), options, "there is no option")
         option = "config" if name.endswith((".yaml", ".yml")) else "checkpoint"

@@ -57,6 +57,12 @@ def test_the_innermost_cause_is_named_with_its_place_and_a_remedy(arguments, par
     assert "trust torch" not in text
 
 
+def test_an_empty_argument_is_named():
+    """As in `fit "$OPTIONS"`."""
+    text = explain_parse_error(ValueError("unrecognized arguments: "))
+    assert text.startswith("the argument '' belongs to no option; remove it")
+
+
 def check():
     raise ValueError("too few")
 
