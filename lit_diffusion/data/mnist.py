@@ -75,10 +75,7 @@ class MNIST(ImageDataModule):
                     shutil.move(Path(temporary, self._name, "raw", name), self._folder / name)
         except (OSError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())  # torchvision reports one line per mirror
-            raise FileNotFoundError(
-                f"The files of {self._name} could not be downloaded ({reason}). In {self._folder}: "
-                f"{', '.join(self._missing())} missing. Put these files there, unpacked."
-            ) from error
+            raise self._missing_files_error(f"could not be downloaded ({reason})") from error
 
     def pending_setup(self) -> str | None:
         """Return text that announces a download; None if no file is missing."""
@@ -95,6 +92,8 @@ class MNIST(ImageDataModule):
             labels = read_label_file(f"{prefix}-labels-idx1-ubyte")
             if images.shape != (len(labels), 28, 28) or not 0 <= labels.min() <= labels.max() <= 9:
                 raise ValueError(f"images {tuple(images.shape)}, labels {tuple(labels.shape)}")
+        except FileNotFoundError as error:
+            raise self._missing_files_error("are not complete") from error
         except Exception as error:  # torchvision raises many types for damaged files
             reason = str(error) or type(error).__name__
             raise ValueError(
@@ -118,6 +117,12 @@ class MNIST(ImageDataModule):
     def _missing(self) -> list[str]:
         names = [Path(name).stem for name, _ in self._source.resources]
         return [name for name in names if not (self._folder / name).is_file()]
+
+    def _missing_files_error(self, reason: str) -> FileNotFoundError:
+        return FileNotFoundError(
+            f"The files of {self._name} {reason}. In {self._folder}: "
+            f"{', '.join(self._missing())} missing. Put these files there, unpacked."
+        )
 
 
 class FashionMNIST(MNIST):

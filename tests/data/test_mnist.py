@@ -58,8 +58,9 @@ def test_without_a_network_missing_files_are_named(root, tmp_path_factory):
         data = MNIST(str(folder))
         assert "needs a network" in data.pending_setup()
         assert not empty.exists()
-        with pytest.raises(FileNotFoundError, match=missing):
-            data.prepare_data()
+        for read in (data.prepare_data, lambda data=data: data.images("val")):
+            with pytest.raises(FileNotFoundError, match=missing):
+                read()
 
 
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"])
