@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lit_diffusion.data.base import identity_collate, require_at_least
 from lit_diffusion.data.image_folder import ImageFolder
-from lit_diffusion.data.latents import INDEX, LatentIndex
+from lit_diffusion.data.latents import INDEX, MAX_SHARDS, LatentIndex
 from lit_diffusion.interchange.exported import create_folder
 from lit_diffusion.modules.vae import VAECodec
 from lit_diffusion.signals import print_error
@@ -35,10 +35,11 @@ def plan_shards(
     If `flips` is set, but the existing index has no flips, flips are added to the index. Latents
     from other images, from another VAE or with another `shard_size` raise a ValueError.
     """
-    require_at_least(1, shard_size=shard_size)
+    num = len(images.select("train").names)
+    require_at_least(-(-num // MAX_SHARDS), shard_size=shard_size)
     codec.encoded_shape(images.image_shape)
     index = LatentIndex(
-        num=len(images.select("train").names),
+        num=num,
         image_shape=images.image_shape,
         classes=images.class_names,
         shard_size=shard_size,

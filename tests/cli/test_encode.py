@@ -228,6 +228,13 @@ def test_a_shard_of_other_latents_or_another_place_is_written_again(
     assert content(tmp_path / "out") == content(whole)
 
 
+def test_a_folder_of_more_shards_than_can_be_read_is_not_begun(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("lit_diffusion.cli.encoding.MAX_SHARDS", 3)
+    with pytest.raises(ValueError, match=r"shard_size must be >= 3, got 2\."):  # for 7 images
+        encode(source, tmp_path / "out", shard_size=2)
+    assert not (tmp_path / "out").exists()
+
+
 def test_moments_that_are_not_finite_are_refused(source, tmp_path):
     """Of an encoder whose moments are beyond those of float16."""
     small_vae.save(tmp_path / "vae")
