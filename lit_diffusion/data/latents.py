@@ -237,6 +237,11 @@ class Latents(ImageDataModule):
             if not flip:
                 with safe_open(check_regular(folder / name), "pt") as shard:
                     labels.append(shard.get_tensor("labels"))
+        if (num := sum(map(len, labels))) != index.num:  # before a list of `index.num` is made
+            raise ValueError(
+                f"{folder} holds {num} latents, but {INDEX} there says {index.num}: encode the "
+                "images again, into a new folder."
+            )
         if isinstance(self.val, Path):
             rows = torch.arange(index.num)
         else:
@@ -246,7 +251,8 @@ class Latents(ImageDataModule):
     def fingerprint(self, split: Split) -> str:
         """Hash of the encoded images, the VAE and the split, as 16 hex digits."""
         index = self._indices[self._folder(split)]
-        parts = (index.images, index.vae_sha256, split, self.val if split == "train" else "")
+        held_out = (split, self.val) if isinstance(self.val, int) else ()
+        parts = (index.images, index.vae_sha256, held_out)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def default_workers(self) -> int:

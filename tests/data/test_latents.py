@@ -114,6 +114,22 @@ def test_an_index_with_odd_values_is_damaged(tmp_path, name, value):
         Latents(folder, val=2).check()
 
 
+def test_an_index_of_another_number_of_latents_is_refused(tmp_path):
+    folder = write(tmp_path / "a")
+    index = json.loads((tmp_path / "a" / "index.json").read_text())
+    (tmp_path / "a" / "index.json").write_text(json.dumps(index | {"num": 22}))
+    with pytest.raises(ValueError, match=r"holds 23 latents, but index\.json there says 22"):
+        Latents(folder, val=2).dataset("val")
+
+
+def test_the_fingerprint_follows_the_held_out_latents(tmp_path):
+    folder, other = write(tmp_path / "a"), write(tmp_path / "b", images="e" * 16)
+    prints = [Latents(folder, val=n).fingerprint(s) for n in (2, 3) for s in ("train", "val")]
+    assert len(set(prints)) == 4
+    train = Latents(folder, val=other).fingerprint("train")
+    assert train == Latents(folder, val=folder).fingerprint("val")  # all latents of one folder
+
+
 def module():
     latents = {"network": TinyNetwork(4), "image_shape": (4, 4, 4), "codec": MeanCodec()}
     return tiny_diffusion(**latents, num_classes=2, solver=DDIM(2, clip=False))
