@@ -29,6 +29,10 @@ from lit_diffusion.files import IMAGE_MODES, open_image
 CONVERTIBLE_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"}
 """Modes of at most 8 bits. Pillow clips deeper modes when it converts them."""
 
+MAX_ENLARGED = 2 * 10**8
+"""Maximum number of pixels of an image after its shorter side is enlarged to the side of a crop. A
+file of 1 x 1,000,000 pixels takes 1 kB, and would take 16 GB when it is enlarged to 64 pixels."""
+
 
 def resize_shorter_side(image: Image.Image, side: int) -> Image.Image:
     """Resize an image to `side` pixels on its shorter side, and keep its aspect ratio.
@@ -93,21 +97,24 @@ class Requirements:
         """Return the fault of a file as a phrase, such as "has mode P"; None if it is usable."""
         try:
             with open_image(path) as image:
-                mode, side = image.mode, min(image.size)
+                mode, size = image.mode, image.size
                 if self.full:
                     image.draft("L", (1, 1))  # a JPEG is read to its end, but decoded at 1/8 scale
                     image.load()
         except Exception as error:  # Pillow's decoders raise anything on broken data
             return f"cannot be read ({error})"
-        return self.find_mismatch(mode, side)
+        return self.find_mismatch(mode, size)
 
-    def find_mismatch(self, mode: str, side: int) -> str | None:
-        """Return why an image with this mode and side is unusable; None if it is usable."""
-        expected = IMAGE_MODES[self.channels]
+    def find_mismatch(self, mode: str, size: tuple[int, int]) -> str | None:
+        """Return why an image with this mode and size is unusable; None if it is usable."""
+        expected, side = IMAGE_MODES[self.channels], min(size)
         if mode not in ({expected} if self.strict else CONVERTIBLE_MODES):
             return f"has mode {mode}, not {expected}"
         if self.strict and side < self.image_size:
             return f"is only {side} pixels on its shorter side, less than {self.image_size}"
+        if max(size) * self.image_size**2 > MAX_ENLARGED * side:
+            long = "{}x{}".format(*size)
+            return f"has {long} pixels, too long to enlarge its shorter side to {self.image_size}"
         return None
 
 

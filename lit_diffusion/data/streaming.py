@@ -127,9 +127,11 @@ class StreamedDataset(CroppedImages):
 
     def _decode(self, image: Any, name: str) -> Image.Image:
         try:
+            if isinstance(image, Tensor) and image.dtype != torch.uint8:
+                raise TypeError(f"a tensor must be uint8, got {image.dtype}")
             decoded = open_image(BytesIO(image)) if isinstance(image, bytes) else image
             decoded = to_pil_image(decoded) if isinstance(decoded, Tensor) else decoded
-            fault = self.requirements.find_mismatch(decoded.mode, min(decoded.size))
+            fault = self.requirements.find_mismatch(decoded.mode, decoded.size)
             converted = decoded.convert(self.mode)
         except Exception as error:  # Pillow's decoders raise anything on broken data
             raise OSError(f"{name} cannot be read ({error}).") from error

@@ -72,6 +72,7 @@ UNUSABLE = {
     "truncated.jpg": lambda path: truncate(save(path, size=(200, 200))),
     "empty.png": lambda path: path.touch(),
     "deep.png": sixteen_bit,
+    "long.png": lambda path: save(path, size=(800_000, 1)),  # 16 x 12,800,000 pixels if enlarged
 }
 CONVERTIBLE = {
     "cmyk.jpg": lambda path: save(path, mode="CMYK"),

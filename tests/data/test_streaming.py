@@ -149,6 +149,7 @@ def edit_index(folder, edit):
         (SOLID, {"image_size": 3}, "is only 2 pixels .* less than 3"),
         (SOLID, {"channels": 3}, "has mode L, not RGB: .*strict=false"),
         ([{"image": {1, 2}}] * 9, {}, "samples of the format 'pickle'"),
+        ([{"image": torch.zeros(1, 2, 2)}] * 9, {}, r"a tensor must be uint8, got torch.float32"),
         ([{"image": b"no picture"}] * 9, {}, r"Sample \d of .*set cannot be read \(cannot"),
     ],
 )
