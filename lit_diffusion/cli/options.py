@@ -403,13 +403,17 @@ def set_float32_precision(name: str | None) -> None:
 def usable_device(name: str | None) -> "torch.device":
     """Return the device that --device names; ValueError if it is not available.
 
-    None means the GPU whose number is in LOCAL_RANK (0 if unset), or the CPU if there is no GPU.
+    None means the GPU of this process of torchrun (LOCAL_RANK) or of this task of srun
+    (SLURM_LOCALID), the first GPU without these, or the CPU if there is no GPU.
     """
     import torch
 
     if name is None:
-        gpu = f"cuda:{os.environ.get('LOCAL_RANK') or 0}"  # torchrun starts a process for each GPU
-        name = gpu if torch.cuda.is_available() else "cpu"
+        number = os.environ.get("LOCAL_RANK")
+        if not number:  # modulo, because srun may show each task only its own GPU
+            task = int(os.environ.get("SLURM_LOCALID") or 0)
+            number = str(task % max(1, torch.cuda.device_count()))
+        name = f"cuda:{number}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, ImportError) as error:  # depends on how torch was built

@@ -12,6 +12,7 @@ from lit_diffusion.cli.options import Parser, SamplingOptions, add_checkpoint, u
     [
         ("--chekpoint run", "Did you mean 'checkpoint'?"),
         ("runs/digits --out s", "belongs to no option; write --checkpoint runs/digits."),
+        ("--out s = 5", "the argument '= 5' belongs to no option; remove it, or the space"),
         ("--out s --image_size 3", "--checkpoint must be given."),
         ("--checkpoint s --image_size=x", "invalid int value: 'x'"),
     ],
@@ -73,8 +74,15 @@ def test_options_that_exclude_each_other_are_refused(options, message):
 
 def test_each_process_of_a_launcher_takes_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for rank, device in (("97", "cuda:97"), ("", "cuda:0")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.delenv("SLURM_LOCALID", raising=False)
+    for variable, rank, num_gpus, device in (
+        ("LOCAL_RANK", "97", 1, "cuda:97"),
+        ("LOCAL_RANK", "", 8, "cuda:0"),
+        ("SLURM_LOCALID", "3", 8, "cuda:3"),
+        ("SLURM_LOCALID", "3", 1, "cuda:0"),  # srun shows each task its own GPU
+    ):
+        monkeypatch.setenv(variable, rank)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
         names = []
         monkeypatch.setattr(
             torch, "empty", lambda *_, device, names=names: names.append(device) or torch.zeros(0)
