@@ -85,6 +85,7 @@ class RunCLI(LightningCLI):
         self._weights = checkpoint.get("state_dict", {})
         self.saved_step = checkpoint.get("global_step")
         self._saved_epochs = completed_epochs(checkpoint)
+        del checkpoint  # `self._weights` is then the only reference to the mapped file
         # Raise errors and refuse abbreviated options, as in `run_folder`.
         strict = {"exit_on_error": False, "allow_abbrev": False}
         command_kwargs = {

@@ -180,6 +180,20 @@ def test_weights_in_double_precision_are_restored_bit_exactly(monkeypatch):
 
 
 @pytest.mark.usefixtures("stopped")
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists the mapped files on Linux")
+def test_a_resumed_run_does_not_hold_its_old_checkpoint(monkeypatch):
+    """The disk space of a mapped file that was replaced is free only when the process ends."""
+    mapped = []
+    monkeypatch.setattr(
+        TinyModule,
+        "on_train_start",
+        lambda self: mapped.append("last.ckpt" in Path("/proc/self/maps").read_text()),
+    )
+    assert call(f"{FIT} --ckpt_path=last --trainer.max_steps=4") == 0
+    assert mapped == [False]
+
+
+@pytest.mark.usefixtures("stopped")
 def test_a_resumed_run_ends_as_an_uninterrupted_one(originals, monkeypatch, caplog):
     """Also where it was moved: by its checkpoint alone, and by the config that it wrote."""
     moved = Path("elsewhere/renamed").absolute()
