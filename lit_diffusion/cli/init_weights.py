@@ -96,11 +96,13 @@ def _relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = ("network", "process", "parameterization")
     meaning = {name: settings[name] for name in names if name in settings}
-    kind = NETWORKS.get(str((meaning.get("network") or {}).get("class_path")))
-    if kind is not None:
+    network = meaning.get("network")
+    if not isinstance(network, dict):  # the network of a user's module may be a name
+        return meaning
+    if kind := NETWORKS.get(str(network.get("class_path"))):
         defaults = {p.name: p.default for p in inspect.signature(kind).parameters.values()}
-        init_args = defaults | meaning["network"].get("init_args", {})
-        meaning["network"] = meaning["network"] | {"init_args": init_args}
+        init_args = defaults | network.get("init_args", {})
+        meaning["network"] = network | {"init_args": init_args}
     return meaning
 
 

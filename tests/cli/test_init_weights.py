@@ -142,3 +142,11 @@ def test_shared_weights_begin_as_their_average_and_an_extra_state_is_left():
     line = start_from(module, "tied.ckpt", {})
     assert line == "Starting from the ema_0.9 weights of tied.ckpt: 4 copied."
     assert all((parameter == 7.0).all() for parameter in module.parameters())
+
+
+def test_the_network_of_another_module_may_be_a_name():
+    module = Tied()
+    hyper = {"_class_path": "mine.Tied", "network": "small"}
+    torch.save({"state_dict": module.state_dict(), "hyper_parameters": hyper}, "named.ckpt")
+    line = start_from(module, "named.ckpt", {"network": "large"})
+    assert line.endswith("trained with other settings (model.network small for large).")
