@@ -275,7 +275,11 @@ def fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict
     try:
         with redirect_stdout(stdout), suppress(SystemExit):
             run_fit(["fit", *configs, *options, "--print_config"])
-        settings: dict[str, Any] = yaml.safe_load(stdout.getvalue())
+        settings: dict[str, Any] | None = yaml.safe_load(stdout.getvalue())
+        if settings is None:
+            raise ValueError(
+                "`fit` prints no settings with these options; leave out options that print help."
+            )
         trainer = settings["trainer"]
         if trainer["max_steps"] < 1:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Processes side by side, with small ones of Python's."""
 
+import errno
 import os
 import signal
 import sys
@@ -85,6 +86,15 @@ def test_as_many_run_at_a_time_as_asked_and_the_next_is_asked_for_when_there_is_
 
     run_jobs(work(), 2, lambda job, code, _: ends.append((job.name, code)))
     assert sorted(ends) == [(name, 0) for name in "abcd"]
+
+
+def test_a_file_system_without_locks_is_no_obstacle(monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(processes.fcntl, "flock", flock)
+    assert ended([job("print('out')")]) == [("a", 0)]
+    assert Path("a.log").read_text() == "out\n"
 
 
 def test_cores_are_shared_out_where_threads_are_not_set(monkeypatch):

@@ -82,6 +82,7 @@ def test_configs_joined_by_a_plus_are_one_arm_whose_command_resumes_when_run_aga
         ("--arms missing.yaml", "no arm file missing.yaml"),
         ("--trainer.max_steps=-1", "arm baseline: runs end after trainer.max_steps"),
         ("--trainer.enable_checkpointing=false", "runs are resumed from checkpoints"),
+        ("--model.help=DiffusionModule", "arm baseline: `fit` prints no settings with these"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_started(capsys, options, err):
