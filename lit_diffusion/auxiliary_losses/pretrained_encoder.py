@@ -97,7 +97,7 @@ class PretrainedEncoder(nn.Module):
         with checked_read(self.path / PREPROCESSING, "preprocessing of an image encoder") as file:
             preprocessing = dict(json.loads(file.read_text()))
             mean, std = (
-                torch.tensor(preprocessing[f"image_{n}"], dtype=torch.float32)
+                torch.tensor(preprocessing[f"image_{n}"], dtype=torch.float32).view(3, 1, 1)
                 for n in ("mean", "std")
             )
         if find_spec("transformers") is None:
@@ -120,13 +120,14 @@ class PretrainedEncoder(nn.Module):
             )
         if keys := [*info["missing_keys"], *info["mismatched_keys"]]:
             raise ValueError(f"{self.path / WEIGHTS} lacks {keys[0]} and {len(keys) - 1} others.")
-        width, patch_size = encoder.config.hidden_size, encoder.config.patch_size
+        with checked_read(self.path / CONFIG, "config of a vision transformer"):
+            width, patch_size = int(encoder.config.hidden_size), int(encoder.config.patch_size)
         if width != self.width or self.image_size % patch_size:
             raise ValueError(
                 f"width must be {width} and image_size a multiple of {patch_size} for the encoder "
                 f"in {self.path}, got {self.width} and {self.image_size}; change them."
             )
-        return encoder.requires_grad_(False).eval(), mean.view(3, 1, 1), std.view(3, 1, 1)
+        return encoder.requires_grad_(False).eval(), mean, std
 
     def _check_files(self) -> None:
         """Raise an error if files are missing, or differ from those of the run that is resumed."""

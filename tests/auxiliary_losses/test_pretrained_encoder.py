@@ -190,6 +190,21 @@ def test_a_folder_that_does_not_fit_is_named(encoder, tmp_path):
         features(copy, pixels())
 
 
+def test_a_folder_of_another_kind_of_model_is_explained(encoder, tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = transformers.BertConfig(**sizes, vocab_size=9, intermediate_size=16)
+    copy = shutil.copytree(encoder, tmp_path / "copy")
+    transformers.BertModel(text).save_pretrained(copy)
+    with pytest.raises(ValueError, match=r"no config of a vision transformer .*patch_size"):
+        features(copy, pixels())
+    copy = shutil.copytree(encoder, tmp_path / "gray")
+    preprocessing = json.loads((copy / "preprocessor_config.json").read_text())
+    preprocessing["image_mean"] = [0.5]
+    (copy / "preprocessor_config.json").write_text(json.dumps(preprocessing))
+    with pytest.raises(ValueError, match="no preprocessing of an image encoder"):
+        features(copy, pixels())
+
+
 def test_latents_have_no_images(encoder):
     with pytest.raises(
         ValueError, match=r"needs uint8 images, but .*float16 \(2, 8, 4, 4\); train"
