@@ -88,6 +88,7 @@ class NonFiniteSamples(ArithmeticError):
 
     def __init__(self, seeds: Sequence[int], step: int | None, where: str) -> None:
         self.seeds = list(seeds)
+        self._arguments = self.seeds, step, where
         listed = ", ".join(map(str, self.seeds[:8])) + (", ..." if len(self.seeds) > 8 else "")
         after = "" if step is None else f" after {step} optimizer steps"
         super().__init__(
@@ -95,6 +96,10 @@ class NonFiniteSamples(ArithmeticError):
             "the weights may have diverged: lower the lr, clip gradients, or go back to an earlier "
             "checkpoint."
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what `pickle` needs to send the error to another process."""
+        return type(self), self._arguments
 
 
 Condition: TypeAlias = Tensor | tuple[Tensor, ...] | None

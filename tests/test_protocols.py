@@ -1,6 +1,8 @@
 """Every shipped strategy fits its protocol: for jsonargparse, which loads it from YAML, and so for
 mypy."""
 
+import pickle
+
 import pytest
 import torch
 from jsonargparse import ArgumentParser
@@ -89,3 +91,9 @@ def test_non_finite_samples_name_seeds_step_and_noise_level():
     error = NonFiniteSamples(range(20), 1234, "t = 40")
     assert error.seeds == list(range(20))
     assert all(words in str(error) for words in ("20 samples", "1234", "t = 40", "seeds 0, 1, 2"))
+
+
+def test_non_finite_samples_reach_another_process():
+    error = NonFiniteSamples(range(20), 1234, "t = 40")
+    received = pickle.loads(pickle.dumps(error))
+    assert (str(received), received.seeds) == (str(error), error.seeds)
