@@ -18,7 +18,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lit_diffusion.protocols import Condition, Conditioning, by_part, describe_condition
+from lit_diffusion.protocols import (
+    Condition,
+    Conditioning,
+    by_part,
+    check_positive,
+    describe_condition,
+)
 from lit_diffusion.seeding import classes_of
 
 
@@ -74,14 +80,14 @@ class Words:
 
     Args:
         vocabulary: the words, in lower case. Word i has the id i.
-        length: maximum number of words in a text.
+        length: maximum number of words in a text, at least 1.
         texts: default texts of samples. The sample with seed s gets `texts[s % len(texts)]`.
             Without texts, samples are unconditional by default.
 
     Raises:
         ValueError: if the vocabulary is empty, repeats a word, or has an entry that is not a single
-            word in lower case. The error is also raised if a text has an unknown word or too many
-            words.
+            word in lower case. The error is also raised if length < 1, or if a text has an unknown
+            word or too many words.
 
     Example:
         >>> words = Words(("big", "small", "cat"), length=3)
@@ -102,6 +108,7 @@ class Words:
                 "vocabulary must be different words in lower case, without spaces, got "
                 f"{invalid or 'no words'}: change them."
             )
+        check_positive(length=self.length)
         for text in self.texts:
             self.encode(text)
 

@@ -210,7 +210,7 @@ class DiscreteVP:
         if not ((table > 0).all() and (table[:-1] < 1).all() and table[-1] <= 1):
             raise ValueError(
                 f"betas must lie in (0, 1), got {table.min():.4g} to {table.max():.4g} from "
-                f"{self.betas}; use more steps."
+                f"{self.betas!s:.100}; use more steps, or other arguments."
             )
         # Column i is for t in [i - 1, i). Column 0 starts at the clean image.
         alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), (1 - table).cumprod(0)])

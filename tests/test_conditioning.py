@@ -154,6 +154,7 @@ LOWER = "different words in lower case.* got "
         ),
         (lambda: Words(WORDS.vocabulary, 3, ("thin", "x")), "'x' is not in the vocabulary"),
         (lambda: Words((), 2), f"{LOWER}no words"),
+        (lambda: Words(("a",), 0), "length must be above 0"),
         (lambda: Words(("a b", "B"), 2), rf"{LOWER}\['a b', 'B'\]"),
         (lambda: Words(("a", "a", ""), 2), rf"{LOWER}\['', 'a'\]"),
         (lambda: Embeddings((4, 5), embedded(3, (5,))), r"examples must be .* \(3, 4, 5\) float"),

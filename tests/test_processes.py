@@ -157,6 +157,7 @@ def test_sigmoid_betas_follow_their_formula():
         (lambda: DiscreteVP(CosineBetas(1)), "num_steps must be at least 2, got 1"),
         (lambda: DiscreteVP(SigmoidBetas(1)), "num_steps must be at least 2, got 1"),
         (lambda: DiscreteVP(GivenBetas([0.1, 1.2])), r"must lie in \(0, 1\), got 0.1 to 1.2"),
+        (lambda: DiscreteVP(GivenBetas([0.1] * 999 + [1.2])), "^.{,200}or other arguments.$"),
         (lambda: DiscreteVP(LinearBetas(19)), r"betas must lie in \(0, 1\).*use more steps"),
     ],
 )

@@ -58,7 +58,7 @@ def check_conditioning(
             f"label_dropout={label_dropout} and guidance={guidance} need labels; pass num_classes "
             "or another conditioning, or label_dropout=0 for images without classes."
         )
-    if needs_dropout and label_dropout == 0:
+    if isinstance(guidance, ClassifierFree) and guidance.scale != 1 and label_dropout == 0:
         warnings.warn(
             f"{guidance} uses the network's prediction without labels, which is never trained with "
             "label_dropout=0.",

@@ -528,8 +528,17 @@ class DiffusionModule(LightningModule):
             resamples: number of times that each step is taken. A larger number makes the preserved
                 part and the generated part more consistent.
 
+        Raises:
+            ValueError: if the mask is (N, H, W), if `labels` is not a valid condition, or if the
+                solver is not a dataclass with `steps` and `times`.
+            NonFiniteSamples: if a sample, or an intermediate estimate of x0, is NaN or infinite.
+
         Source: Lugmayr et al. 2022 (RePaint).
         """
+        if mask.ndim == 3 and len(mask) > 1:  # the first axis would be that of the channels
+            raise ValueError(
+                f"mask must be (N, 1, H, W) or (H, W), got {tuple(mask.shape)}; pass mask[:, None]."
+            )
         known, mask = self.codec.encode(images.to(self.device)), mask.to(self.device)
         solver = repaint_solver(self.solver, self.process, known, mask, resamples)
         checks.check_shift(solver, self.guidance)

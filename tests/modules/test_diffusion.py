@@ -464,6 +464,7 @@ def test_guidance_towards_labels_that_were_never_dropped_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module(guidance=ClassifierFree(2.0))
+        module(label_dropout=0.0, guidance=ClassifierFree(1.0))  # the conditional prediction alone
         module(label_dropout=0.0, guidance=ClassifierScore(None))
 
 
@@ -510,6 +511,16 @@ def test_an_inpainted_image_keeps_what_is_masked_to_the_last_bit():
     assert torch.equal(inpainted[..., :3], images[..., :3])
     assert (inpainted[..., 3:] != images[..., 3:]).float().mean() > 0.5
     assert torch.equal(inpainted[1:2], trained.inpaint(images[1:2], mask, [1], resamples=2))
+
+
+def test_a_mask_of_each_image_without_an_axis_of_channels_is_refused():
+    color = UNet(3, 3, **SMALL, num_classes=NUM_CLASSES)
+    trained, pixels = module(color, image_shape=(3, 8, 8)), torch.zeros(3, 3, 8, 8).byte()
+    mask = torch.tensor([0.0, 1.0, 0.0]).view(3, 1, 1).expand(3, 8, 8)
+    with pytest.raises(ValueError, match=r"got \(3, 8, 8\); pass mask\[:, None\]"):
+        trained.inpaint(pixels, mask, range(3), resamples=1)
+    inpainted = trained.inpaint(pixels, mask[:, None], range(3), resamples=1)
+    assert inpainted.flatten(1).any(1).tolist() == [True, False, True]
 
 
 def test_inpainting_leaves_out_no_classifier():
