@@ -134,7 +134,8 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         intact = "; the checkpoint saved there before is intact" if is_checkpoint(path) else ""
-        free = shutil.disk_usage(path.parent).free / 2**20
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        free = shutil.disk_usage(folder).free / 2**20
         raise OSError(
             f"{path} could not be written, with {free:.0f} MiB free there: "
             f"{getattr(error, 'strerror', None) or first_line(error)}{intact}."

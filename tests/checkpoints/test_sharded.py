@@ -130,6 +130,8 @@ def test_a_folder_of_other_files_is_not_replaced(split, tmp_path):
         OSError, match=r"run could not be written.*: the path is .* not a checkpoint\.$"
     ):
         write_folder(checkpoint_of(split), tmp_path / "run")
+    with pytest.raises(OSError, match=r"y\.ckpt could not be written.*: Not a directory\.$"):
+        write_folder(checkpoint_of(split), tmp_path / "run" / "results.txt" / "x" / "y.ckpt")
     (tmp_path / "part").mkdir()
     with pytest.raises(OSError, match="not empty"):
         replace(tmp_path / "part", tmp_path / "run")
@@ -194,8 +196,10 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("change", "message"), HOSTILE)
-def test_a_hostile_list_of_parts_is_refused_in_one_line(folder, change, message, capsys, tmp_path):
-    os.chdir(tmp_path)
+def test_a_hostile_list_of_parts_is_refused_in_one_line(
+    folder, change, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     rewrite(folder, change)
     assert main(["sample", "--checkpoint", str(folder), "--num=1", "--out=out"]) == 2
     *_, line = capsys.readouterr().err.splitlines()
