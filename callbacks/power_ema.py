@@ -18,7 +18,7 @@ from lit_diffusion.checkpoints.averages import (
     write_snapshot,
 )
 from lit_diffusion.ema_profiles import exponent, power_decay
-from lit_diffusion.files import check_regular
+from lit_diffusion.files import atomic_write, check_regular
 
 
 class PowerEMA(EMA):
@@ -90,7 +90,7 @@ class PowerEMA(EMA):
                 f"snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}; pass "
                 "None for no snapshots."
             )
-        self._last_snapshot = 0  # step of the last snapshot
+        self._last_step = 0  # number of updates at the end of the last batch
         self._hashes: dict[int, str] = {}  # step of each snapshot -> SHA-256
 
     def _update_decay(self, decay: float, first: int, last: int) -> float:
@@ -130,8 +130,8 @@ class PowerEMA(EMA):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start averaging, and delete snapshots of steps after the current one."""
         super().on_train_start(trainer, pl_module)
-        self._last_snapshot = self.steps
-        self._hashes = {step: sha for step, sha in self._hashes.items() if step <= self.steps}
+        self._last_step = step = self.steps
+        self._hashes = {n: sha for n, sha in self._hashes.items() if n <= step}
         if self.snapshot_every_n_steps is None:
             return
         self._folder = Path(output_folder(trainer)) / SNAPSHOT_FOLDER
@@ -140,10 +140,12 @@ class PowerEMA(EMA):
         refuse_other_run(trainer, self._folder, self._folder.exists())
         if trainer.is_global_zero:
             self._copy_earlier_snapshots(trainer)
-            if count := delete_snapshots_after(self._folder, self.steps):
-                rank_zero_info(
-                    f"Deleted {count} snapshots after step {self.steps} in {self._folder}."
-                )
+            if count := delete_snapshots_after(self._folder, step):
+                rank_zero_info(f"Deleted {count} snapshots after step {step} in {self._folder}.")
+        # Another callback may have saved the checkpoint just before the snapshot was written.
+        is_due = step > 0 and step % self.snapshot_every_n_steps == 0
+        if trainer.strategy.broadcast(is_due and step not in self._hashes):
+            self._write_snapshot(trainer)
 
     def _copy_earlier_snapshots(self, trainer: Trainer) -> None:
         """Copy the snapshots of the run that is resumed, if this run writes to another folder."""
@@ -151,19 +153,24 @@ class PowerEMA(EMA):
         if trainer.ckpt_path is None or before.resolve() == self._folder.resolve():
             return
         for step, file in list_snapshots(before).items():
-            if step in self._hashes and not (self._folder / file.name).exists():
+            copy = self._folder / file.name
+            if step in self._hashes and not copy.exists():
                 self._folder.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(check_regular(file), self._folder / file.name)
+                with check_regular(file).open("rb") as source, atomic_write(copy) as target:
+                    shutil.copyfileobj(source, target)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
         """Write a snapshot if one is due."""
         super().on_train_batch_end(trainer, pl_module, *rest)
-        step, every = self.steps, self.snapshot_every_n_steps
-        if every is None or step % every or step == self._last_snapshot:
+        every, before, self._last_step = self.snapshot_every_n_steps, self._last_step, self.steps
+        if every is None or self.steps // every == before // every:
             return
         confirm_updates(trainer)
-        self._last_snapshot = step
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            self._write_snapshot(trainer)
+
+    def _write_snapshot(self, trainer: Trainer) -> None:
         state = gather_state(self.state_dict())
         if trainer.is_global_zero and state:
             shadows = zip(state["decays"], state["shadows"], strict=True)
-            self._hashes[step] = write_snapshot(self._folder, step, dict(shadows))
+            self._hashes[self.steps] = write_snapshot(self._folder, self.steps, dict(shadows))

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from support.plain_module import (
     PlainModule,
@@ -33,6 +34,18 @@ def fit(folder, module, *callbacks, ckpt_path=None, **options):
 
 def snapshots(folder):
     return sorted(int(file.stem[5:]) for file in (folder / "ema-snapshots").glob("*"))
+
+
+class TwoSteps(PlainModule):
+    """Steps twice in each batch."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.optimizers().zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.optimizers().step()
 
 
 def saved(trainer, folder):
@@ -123,6 +136,31 @@ def test_a_run_that_goes_on_from_before_a_snapshot_takes_it_anew(tmp_path):
     rest = {"max_steps": 4, "max_epochs": -1, "ckpt_path": tmp_path / "two.ckpt"}
     fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=1), **rest)
     assert snapshots(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_run_that_goes_on_from_just_before_a_snapshot_takes_it_too(tmp_path):
+    """As from best-fid.ckpt, which FIDEvaluation may write before the snapshot of its step."""
+    file = tmp_path / "checkpoints" / "four.ckpt"
+    saver = LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: (
+            trainer.save_checkpoint(file) if trainer.global_step == 4 else None
+        )
+    )
+    fit(tmp_path, PlainModule(), saver, PowerEMA(snapshot_every_n_steps=4), max_epochs=2)
+    resumed = PowerEMA(snapshot_every_n_steps=4)
+    trainer = fit(tmp_path, PlainModule(), resumed, max_epochs=3, ckpt_path=file)
+    assert snapshots(tmp_path) == [4, 8, 12]
+    load(saved(trainer, tmp_path), "power_0.07", module=PlainModule())
+
+
+def test_a_snapshot_is_taken_after_the_batch_that_reaches_or_passes_its_step(tmp_path):
+    fit(tmp_path, TwoSteps(), PowerEMA(snapshot_every_n_steps=3), max_steps=12, max_epochs=-1)
+    assert snapshots(tmp_path) == [4, 6, 10, 12]
+
+
+def test_fast_dev_run_writes_no_snapshots(tmp_path):
+    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=1), fast_dev_run=2)
+    assert not (tmp_path / "ema-snapshots").exists()
 
 
 def test_without_snapshots_other_widths_are_refused(tmp_path):
