@@ -608,13 +608,13 @@ class EMA(pl.Callback):
             found_inf = None
         elif found_inf is not None:
             group.skipped = group.skipped + found_inf
-        if group.steps % self.every_n_steps:
+        last = group.steps - self.start
+        if group.steps % self.every_n_steps and last != 0:
             return
         if self.buffers:  # modules may have replaced buffers, as `.to(device)` does
             tensors = self._named_tensors()
             group.tensors = {name: tensors[name] for name in group.tensors}
             group.lists = None
-        last = group.steps - self.start
         if last <= 0:
             self._reset_to_weights(group)
             return

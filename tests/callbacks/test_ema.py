@@ -334,6 +334,14 @@ def test_until_the_start_the_averages_are_the_weights(tmp_path, start):
     assert_close(shadows(ema), watch.average(DECAY))
 
 
+def test_averaging_may_start_between_two_updates_of_the_averages(tmp_path):
+    ema, watch = EMA((DECAY,), warmup=False, every_n_steps=4, start=2), Watch()
+    fit(tmp_path, PlainModule(), ema, watch)  # 4 steps
+    first, last, decay = watch.history[2], watch.history[4], DECAY**2
+    expected = {name: decay * first[name] + (1 - decay) * last[name] for name in first}
+    assert_close(shadows(ema), expected)
+
+
 def test_prefix_names_a_whole_submodule(tmp_path):
     ema = EMA(prefix="inner.0.")
     fit(tmp_path, PlainModule(), ema)
