@@ -63,6 +63,7 @@ class SampleGrid(PeriodicEvaluation):
       they are copies of training images.
 
     Every rank generates all samples. The states of the random generators are restored afterwards.
+    `fast_dev_run` generates the samples and writes no files.
 
     Args:
         num: number of samples, 1 to 10,000.
@@ -121,7 +122,8 @@ class SampleGrid(PeriodicEvaluation):
             raise ValueError(f"labels must be in -1..{num_classes - 1}, got {labels}.")
         super().on_fit_start(trainer, pl_module)
         grids = self.folder / "samples"
-        refuse_other_run(trainer, grids, any(grids.glob("*.png")))
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            refuse_other_run(trainer, grids, any(grids.glob("*.png")))
         self._has_read_images, self._training_images, self._median_distance = False, None, None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -145,6 +147,8 @@ class SampleGrid(PeriodicEvaluation):
             except NonFiniteSamples as error:  # raised on every rank; training can continue
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return {}
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return {}
         if not self._has_read_images:  # outside autocast, which the data set may not support
             with isolate_rng():
                 train, val = (split_images(trainer, n, self.images) for n in ("train", "val"))

@@ -52,6 +52,19 @@ def test_a_new_run_does_not_replace_the_grids_of_another(tmp_path):
     assert files(tmp_path / "project/version_0")
 
 
+def test_fast_dev_run_generates_and_writes_nothing_and_may_be_repeated(tmp_path):
+    for existing in ([], ["step-00000001-raw.png"]):  # those of a run are left alone
+        for name in existing:
+            (tmp_path / "samples").mkdir()
+            (tmp_path / "samples" / name).touch()
+        for _ in range(2):
+            module = PicturesModule()
+            fit(tmp_path, module, SampleGrid(2), fast_dev_run=True)
+            assert module.calls == [([0, 1], None)]
+        assert files(tmp_path) == existing
+        assert not any((tmp_path / "samples" / name).stat().st_size for name in existing)
+
+
 def test_grids_are_written_every_n_steps_without_validation(tmp_path):
     grid, options = SampleGrid(2, every_n_steps=3), {"max_epochs": 4, "accumulate_grad_batches": 2}
     fit(tmp_path, PicturesModule(), grid, validate=False, **options)  # 8 steps
