@@ -1,5 +1,6 @@
 """Base class and helper functions for callbacks that evaluate a module during training."""
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,6 +9,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -343,7 +345,7 @@ def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedIm
     The images come from the first data set of the Trainer's `loaders` that can be indexed. If there
     is none, the function raises a ValueError. It creates a new loader for this data set, because
     iterating over the Trainer's loader in the middle of an epoch would restart the loader's
-    persistent workers.
+    persistent workers. A random augmentation of the data set is the same in every call, too.
     """
     if (indexed := indexed_loader(loaders)) is None:
         raise ValueError(
@@ -353,7 +355,9 @@ def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedIm
     loader, items = indexed
     indices = evenly_spaced(len(items), num)
     options: Any = {"batch_size": 256, "sampler": indices, "collate_fn": loader.collate_fn}
-    with isolate_rng():  # a DataLoader consumes a random number
+    with isolate_rng():
+        for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
+            seed(0)
         batches = list(DataLoader(items, **options))
     images = torch.cat([select_images(batch, where) for batch in batches])
     labels = None

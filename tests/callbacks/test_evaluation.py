@@ -1,9 +1,12 @@
+import random
 from types import SimpleNamespace
 
 import lightning.pytorch
+import numpy as np
 import pytest
 import pytorch_lightning
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from support.pictures_module import Stripes, pictures
 from support.pixels import random_images
 from support.plain_module import PlainModule, make_trainer
@@ -154,6 +157,23 @@ def test_images_are_spread_over_the_data_set_and_all_of_a_small_one():
     assert read_fixed_images(pictures(6), 64).indices == list(range(6))
     unlabelled = read_fixed_images(DataLoader(list(random_images(6, 0)), batch_size=2), 4)
     assert (unlabelled.labels, unlabelled.images.shape) == (None, (4, 1, 2, 2))
+
+
+def test_random_augmentation_is_the_same_in_every_call_and_consumes_no_random_numbers():
+    def draw(end):
+        draws = torch.randint(end, ()), np.random.randint(end), random.randrange(end)  # noqa: NPY002
+        return sum(map(int, draws))
+
+    class Augmented(Stripes):
+        def __getitem__(self, index):
+            return torch.full((1, 6, 4), draw(100)), 0
+
+    with isolate_rng():
+        expected = draw(10**9)
+    first = read_fixed_images(DataLoader(Augmented(), 5), 4).images
+    assert draw(10**9) == expected
+    assert torch.equal(read_fixed_images(DataLoader(Augmented(), 5), 4).images, first)
+    assert len(first.unique()) > 1
 
 
 def test_a_running_epoch_of_the_loader_goes_on_undisturbed():
