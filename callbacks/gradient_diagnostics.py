@@ -1,5 +1,6 @@
 """Measure norms, noise scales and cosines of the gradients at several noise levels."""
 
+from contextlib import nullcontext
 from itertools import combinations
 from operator import itemgetter
 from typing import Any, cast
@@ -74,10 +75,12 @@ class GradientDiagnostics(PeriodicEvaluation):
       above 0.
     - `grad/update_ratio`: norm of the last update divided by the norm of the weights.
 
-    Gradients are computed in eval mode, with the raw weights, not the EMA weights. Training is
-    unaffected, because these gradients are not accumulated and the states of the random generators
-    are restored. Each rank computes all metrics, and rank 0 logs them. A measurement costs
-    `2 * num_levels` forward and backward passes, each with half of the images.
+    Gradients are computed in eval mode, with the raw weights, not the EMA weights. The precision is
+    that of the Trainer, or float32 if the Trainer has "16-mixed", because gradients in float16
+    underflow without the loss scaling of training. Training is unaffected, because these
+    gradients are not accumulated and the states of the random generators are restored. Each rank
+    computes all metrics, and rank 0 logs them. A measurement costs `2 * num_levels` forward and
+    backward passes, each with half of the images.
 
     Args:
         every_n_steps: optimizer steps between measurements.
@@ -147,7 +150,10 @@ class GradientDiagnostics(PeriodicEvaluation):
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Return all metrics by name on rank 0, and {} on the other ranks."""
-        with isolate_rng(), eval_mode(pl_module), trainer.precision_plugin.forward_context():
+        plugin = trainer.precision_plugin
+        uses_float16 = getattr(plugin, "scaler", None) is not None
+        precision = nullcontext() if uses_float16 else plugin.forward_context()
+        with isolate_rng(), eval_mode(pl_module), precision:
             if self._fixed is None:
                 loaders = trainer.train_dataloader
                 self._fixed = read_fixed_images(loaders, self.num_images, self.images)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
@@ -32,9 +33,9 @@ def test_halves_of_a_set_that_is_sorted_have_all_classes():
     assert random_halves(9).shape == (2, 4)
 
 
-def fitted(folder, *callbacks, module=None):
+def fitted(folder, *callbacks, module=None, **options):
     memory = MemoryLogger()
-    trainer = make_trainer(folder, *callbacks, max_epochs=2, logger=memory)
+    trainer = make_trainer(folder, *callbacks, max_epochs=2, logger=memory, **options)
     module = module or tiny_diffusion()
     trainer.fit(module, images(16, 4))
     return module, memory
@@ -56,9 +57,14 @@ def by_autograd(module, u):
     return halves
 
 
-def test_what_is_logged_is_what_autograd_gives_at_each_level(tmp_path):
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_what_is_logged_is_what_autograd_gives_at_each_level(tmp_path, precision):
+    """Also where float16 would underflow, because nothing scales the loss."""
     callback = GradientDiagnostics(every_n_steps=8, num_levels=2, num_images=8)
-    module, memory = fitted(tmp_path, callback)
+    options = {}
+    if precision == "16-mixed":
+        options["plugins"] = MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu"))
+    module, memory = fitted(tmp_path, callback, **options)
     step, metrics = memory.rows_with("grad/update_ratio")[-1]
     assert step == 7
     assert set(metrics) == set(callback.metric_names())
