@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from contextlib import suppress
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from lit_diffusion.callbacks.evaluation import (
     swap_weights,
     weights_providers,
 )
-from lit_diffusion.files import check_regular, user_cache
+from lit_diffusion.files import check_regular, checked_read, user_cache
 from lit_diffusion.metrics.auxiliary_metrics import (
     AuxiliaryMetrics,
     FeatureComparison,
@@ -190,7 +191,8 @@ class FIDEvaluation(PeriodicEvaluation):
         """Raise an error if the module, weights, extractor or other callbacks are unsuitable."""
         super().setup(trainer, pl_module, stage)
         self._real.clear()  # the data may have changed since the last run
-        self._evaluated_step, self._best_is_unsaved = None, False
+        self._evaluated_step = self._checkpoint_step = None
+        self._best_is_unsaved = False
         if stage == "fit":  # checkpoints are loaded after this hook
             self.best_score = self.best_step = self.image_count = None
         if stage == "predict":
@@ -219,9 +221,13 @@ class FIDEvaluation(PeriodicEvaluation):
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         file = self.folder / "evaluations.jsonl"
-        lines = check_regular(file).read_text().splitlines() if file.exists() else []
+        steps = []
+        if file.exists():  # checked now, because the first evaluation may be hours away
+            with checked_read(file, "list of evaluations", "repair or remove it"):
+                lines = file.read_text().splitlines()
+                steps = [dict(json.loads(line)).get("step") for line in lines]
         # A line with step 0 comes from a validation before this fit.
-        refuse_other_run(trainer, file, any(json.loads(line).get("step") for line in lines))
+        refuse_other_run(trainer, file, any(steps))
         if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
             self.protocol.copy_to(self.folder)
         settings = self._comparable_settings(trainer, pl_module)
@@ -308,6 +314,8 @@ class FIDEvaluation(PeriodicEvaluation):
         """Score the samples of `num_samples` seeds and write the record to evaluations.jsonl."""
         # A Trainer that only evaluates a checkpoint has no count of training steps and images.
         is_from_checkpoint = trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None
+        if is_from_checkpoint and self._checkpoint_step is None:
+            self._checkpoint_step = _saved_step(str(trainer.ckpt_path))
         step = (self._checkpoint_step or 0) if is_from_checkpoint else trainer.global_step
         is_training = trainer.train_dataloader is not None and not is_from_checkpoint
         seeds = range(first_seed, first_seed + self.num_samples)
@@ -501,6 +509,17 @@ def averaging_decay(trainer: Trainer, weights: str) -> float | None:
         is_decay = re.fullmatch(r"ema_(0(\.\d+)?|\d+(\.\d+)?e-\d+)", name)
         decays.add(float(name.removeprefix("ema_")) if is_decay else None)
     return decays.pop() if len(decays) == 1 else None
+
+
+def _saved_step(path: str) -> int:
+    """Read the step of a checkpoint without states of callbacks; 0 if it cannot be read.
+
+    When Lightning loads such a checkpoint, it does not call the callbacks' `on_load_checkpoint`.
+    """
+    with suppress(Exception):  # for example, if the checkpoint is not on this machine
+        checkpoint = torch.load(check_regular(path), "cpu", weights_only=True, mmap=True)
+        return int(checkpoint["global_step"])
+    return 0
 
 
 def _sampling_record(module: LightningModule) -> dict[str, Any]:

@@ -85,6 +85,17 @@ def test_each_run_of_another_project_writes_where_its_logger_does_and_into_no_ot
     assert records(folder, "step") == [(8,)]
 
 
+def test_a_damaged_list_of_evaluations_is_named_before_the_first_step(tmp_path):
+    _, run = fit(tmp_path, fid(tmp_path))
+    run.save_checkpoint(tmp_path / "c.ckpt")
+    with (tmp_path / "evaluations.jsonl").open("a") as file:
+        file.write('{"step": 16')
+    module = Rising()
+    with pytest.raises(ValueError, match=r"evaluations\.jsonl is damaged or no list of evaluat"):
+        fit(tmp_path, fid(tmp_path), module=module, ckpt_path=tmp_path / "c.ckpt", max_epochs=2)
+    assert module.losses == []
+
+
 # What is measured
 
 
@@ -296,6 +307,17 @@ def test_validate_from_a_checkpoint_scores_its_weights_and_names_its_step(tmp_pa
     again.validate(module, loader(30, seed=1), ckpt_path=tmp_path / "end.ckpt")
     assert set(module.levels) == {8.0}
     assert records(tmp_path / "again", "step", "value") == records(tmp_path, "step", "value")
+
+
+def test_validate_from_weights_alone_names_their_step_too(tmp_path):
+    _, run = fit(tmp_path, fid(tmp_path))
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    _, run = fit(tmp_path / "longer", fid(tmp_path), max_epochs=2)
+    run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    again = trainer(tmp_path / "again", [fid(tmp_path)])
+    for name in ("end", "weights"):
+        again.validate(Rising(), loader(30, seed=1), ckpt_path=tmp_path / f"{name}.ckpt")
+    assert records(tmp_path / "again", "step") == [(8,), (16,)]
 
 
 def test_validate_in_the_run_folder_keeps_the_images_and_the_order_of_its_lines(tmp_path):
