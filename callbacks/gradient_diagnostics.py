@@ -129,7 +129,6 @@ class GradientDiagnostics(PeriodicEvaluation):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise TypeError if the module does not implement `protocols.HasNoiseLevels`."""
         super().setup(trainer, pl_module, stage)
-        self._fixed = None  # the data may have changed since the last run
         require_noise_levels(pl_module, "GradientDiagnostics")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -140,6 +139,11 @@ class GradientDiagnostics(PeriodicEvaluation):
                 f"{split!r} is split over ranks; remove GradientDiagnostics."
             )
         super().on_fit_start(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the images, so that unsuitable data raise an error before the first step."""
+        super().on_train_start(trainer, pl_module)
+        self._fixed = read_fixed_images(trainer.train_dataloader, self.num_images, self.images)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -154,9 +158,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         uses_float16 = getattr(plugin, "scaler", None) is not None
         precision = nullcontext() if uses_float16 else plugin.forward_context()
         with isolate_rng(), eval_mode(pl_module), precision:
-            if self._fixed is None:
-                loaders = trainer.train_dataloader
-                self._fixed = read_fixed_images(loaders, self.num_images, self.images)
+            assert self._fixed is not None
             batch = self._fixed.encode(pl_module)
             halves = [_half_gradients(pl_module, u, *batch) for u in self.levels]
         metrics: dict[str, float] = {}

@@ -77,6 +77,12 @@ class NoiseLevelLoss(PeriodicEvaluation):
         self._fixed = None  # the data may have changed since the last run
         require_noise_levels(pl_module, "NoiseLevelLoss")
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read the training images, so that unsuitable data raise an error at once."""
+        super().on_train_start(trainer, pl_module)
+        if self.every_n_steps is not None:
+            self._fixed = read_fixed_images(trainer.train_dataloader, self.num_images, self.images)
+
     def metric_names(self) -> list[str]:
         """Names of the metrics, one for each noise level."""
         split = "val" if self.every_n_steps is None else "train"

@@ -5,7 +5,7 @@ import torch
 from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lit_diffusion.callbacks import EMA, NoiseLevelLoss
 from lit_diffusion.callbacks.evaluation import read_fixed_images
@@ -103,3 +103,14 @@ def test_bfloat16_modules_are_measured_on_the_same_noise(tmp_path):
     half = logged(tmp_path, module, images(50, 7), NoiseLevelLoss(4), precision="bf16-true")
     for name, value in full.items():
         assert half[name].item() == pytest.approx(value.item(), rel=0.02)
+
+
+def test_data_without_indices_are_refused_before_the_first_step(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(images(16, 4).dataset)
+
+    trainer = make_trainer(tmp_path, NoiseLevelLoss(every_n_steps=1000), max_steps=2)
+    with pytest.raises(ValueError, match="need a DataLoader over a data set with indices"):
+        trainer.fit(tiny_diffusion(), DataLoader(Stream(), batch_size=4))
+    assert trainer.global_step == 0
