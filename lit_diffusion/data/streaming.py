@@ -285,6 +285,9 @@ def open_set(url: str, process: int) -> ChunkedSet:
         text = check_regular(Path(reader.input_dir.path) / INDEX).read_text()
         index = json.loads(text)
         sizes = {chunk["filename"]: chunk["chunk_bytes"] for chunk in index["chunks"]}
+        for chunk in index["chunks"]:  # a chunk has 4 bytes for the place of each sample
+            if 4 * chunk["chunk_size"] > chunk["chunk_bytes"]:
+                raise ValueError(f"{chunk['filename']} is too small for its samples")
         num = sum(chunk["chunk_size"] for chunk in index["chunks"])
         config = {"compression": None, "encryption": None} | index["config"]
         unsafe = find_unsafe(config["data_format"], json.loads(config["data_spec"])[1], sizes)

@@ -218,6 +218,14 @@ def test_missing_and_cut_chunks_are_named(tmp_path):
         StreamedImages(str(folder), 2, 2, channels=1).prepare_data()
 
 
+def test_an_index_of_more_samples_than_fit_in_a_chunk_is_refused(tmp_path):
+    """It would make a list of all of them, whatever memory that takes."""
+    folder = Path(write(tmp_path / "set", SOLID, chunk_size=3))
+    edit_index(folder, lambda index: index["chunks"][2].update(chunk_size=10**6))
+    with pytest.raises(ValueError, match=r"chunk-0-2\.bin is too small for its samples"):
+        StreamedImages(str(folder), str(folder), 2, channels=1).prepare_data()
+
+
 PAGE = (Path(__file__).parents[2] / "docs" / "streaming.md").read_text()
 
 
