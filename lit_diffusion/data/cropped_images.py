@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
@@ -198,9 +199,9 @@ class CroppedImageDataModule(ImageDataModule):
     def default_workers(self) -> int:
         """Number of CPU cores for each process of this node, at most 16.
 
-        Under SLURM, a process sees only its own cores. Otherwise, all processes of a node see the
-        same cores, so the number of cores is divided by the number of processes.
+        A process that srun starts sees only its own cores. Otherwise, as under torchrun, all
+        processes of a node see the same cores, so these are divided by the number of processes.
         """
-        is_shared = self.trainer is not None and not SLURMEnvironment.detect()
+        is_shared = TorchElasticEnvironment.detect() or not SLURMEnvironment.detect()
         processes = self.trainer.num_devices if self.trainer and is_shared else 1
         return max(1, min(16, usable_cores() // processes))

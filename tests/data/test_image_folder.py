@@ -234,6 +234,23 @@ def test_other_classes_at_a_resume_are_named(root, val):
         data.load_state_dict(state | {"class_names": ["x"]})
 
 
+def test_processes_divide_the_cores_unless_srun_did(monkeypatch):
+    """As in torchrun.sbatch, where torchrun starts eight processes in one task of SLURM."""
+    for name in ("SLURM_NTASKS", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cropped_images, "usable_cores", lambda: 64)
+    data = ImageFolder("photos", 2, 16)
+    data.trainer = Mock(num_devices=8)
+    assert data.default_workers() == 8
+    monkeypatch.setenv("SLURM_JOB_NAME", "diffusion")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert data.default_workers() == 16
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
+    assert data.default_workers() == 8
+
+
 def test_imagenet_is_read_from_its_two_folders_and_converted(imagenet):
     data = ImageNet(str(imagenet), image_size=32, batch_size=4, num_workers=0)
     data.prepare_data()
