@@ -30,8 +30,9 @@ def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]
         return []
     rate = done / max(seconds, 1e-9)
     parts = [f"{rate:.1f} {unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s/{unit}"]
-    if left < math.inf:
-        parts.append(f"{timedelta(seconds=round(max(left, 0) / rate))} left")
+    seconds_left = max(left, 0) / rate
+    if seconds_left < 1e13:  # a timedelta cannot be longer than 2.7 million years
+        parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return parts
 
 
@@ -44,6 +45,11 @@ class LoggedLoss(ProgressBar):
     """
 
     _loss: float | None = None
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        """Forget the loss of an earlier fit."""
+        super().on_train_start(trainer, *args)
+        self._loss = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Read the loss in steps in which metrics are logged."""

@@ -1,4 +1,5 @@
 import re
+import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -29,6 +30,7 @@ def lines(capsys) -> list[str]:
         (20, 80, 10.0, ["2.0 steps/s", "0:00:40 left"]),
         (10, float("inf"), 40.0, ["4.0 s/step"]),
         (0, 20, 1.0, []),
+        (1, sys.maxsize, 1.0, ["1.0 steps/s"]),  # longer than a timedelta can be
     ],
 )
 def test_speed_and_time_left_follow_from_the_steps_done(done, left, seconds, parts):
@@ -54,6 +56,14 @@ def test_first_and_last_step_and_validations_have_a_line_and_no_line_is_rewritte
     assert [line.split()[1] for line in printed] == ["1/10", "4/10", "8/10", "10/10"]
     assert not any("\r" in line for line in printed)
     assert all("train/loss " in line for line in printed)
+
+
+def test_a_fit_does_not_show_the_loss_of_the_fit_before_it(capsys):
+    fit(progress := PlainProgress(), max_steps=1)
+    module = TinyModule(TinyNet(3), torch.optim.Adam)
+    module.log = lambda *args, **options: None
+    trainer_with(progress, max_steps=1).fit(module, TinyData())
+    assert ["train/loss" in line for line in lines(capsys)] == [True, False]
 
 
 def test_a_time_that_is_not_positive_is_refused():
