@@ -385,9 +385,11 @@ class FiniteUpdates(pl.Callback):
             buffer = getattr(owner, name, None)  # modules may have replaced or removed it
             if buffer is None:
                 continue
+            if buffer.shape != before.shape:  # the module has replaced the buffer by another
+                if self._found_inf is None:  # else the update may be finite
+                    setattr(owner, name, before.clone())
+                continue
             if self._found_inf is not None:
-                if buffer.shape != before.shape:
-                    continue  # the buffer has grown, and the update may be finite
                 before = torch.where(self._found_inf.to(buffer.device) > 0, before, buffer)
             buffer.copy_(before)
 

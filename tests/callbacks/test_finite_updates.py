@@ -112,6 +112,26 @@ def test_buffers_that_modules_get_during_the_fit_are_restored_too(tmp_path):
     assert counts == [None, None, 0, 1, 1, 2, 3]
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])  # the second can be broadcast to
+def test_a_buffer_that_a_module_replaced_by_one_of_another_shape_is_restored(tmp_path, shape):
+    class Replacing(Spoilt):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.register_buffer("queue", torch.zeros(2))
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                self.queue = torch.ones(shape)
+            loss = super().training_step(batch, batch_idx)
+            self.queue += 1
+            return loss
+
+    module, state = Replacing(losses=(1,)), State()
+    fit(tmp_path, module, FiniteUpdates(max_nonfinite_steps=1), state)
+    queues = [snapshot[3]["queue"].tolist() for snapshot in state.snapshots]
+    assert queues == [[n, n] for n in (0, 1, 1, 2, 3, 4, 5)]
+
+
 @pytest.mark.parametrize(
     ("where", "message"),
     [
