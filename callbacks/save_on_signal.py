@@ -70,6 +70,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
             if name not in by_name or name in ("SIGKILL", "SIGSTOP"):
                 raise ValueError(f"signals must be names such as SIGTERM or SIGUSR1, got {name!r}.")
         self.folder = None if folder is None else Path(folder)
+        self._default_folder: Path | None = None  # `folder` of the last fit, if none was passed
         self.requeue = requeue
         self._recorder = SignalRecorder([by_name[name] for name in signals])
         self._reducer = _MaxReducer()
@@ -97,7 +98,9 @@ class SaveOnSignal(AccumulationTracker, Callback):
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             others = [callback for callback in callbacks if callback is not self]
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
-            self.folder = self.folder or Path(trainer.default_root_dir) / "checkpoints"
+            if self.folder == self._default_folder:  # maybe of an earlier Trainer
+                self._default_folder = Path(trainer.default_root_dir) / "checkpoints"
+                self.folder = self._default_folder
             self._signal, self._exit = 0, None
             self._recorder.start()
 

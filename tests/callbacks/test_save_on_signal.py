@@ -213,6 +213,16 @@ def test_without_a_folder_it_saves_below_that_of_the_run(tmp_path):
     assert ended.value.path.is_file()
 
 
+def test_without_a_folder_it_saves_below_that_of_the_present_trainer(tmp_path):
+    saver = SaveOnSignal()
+    for name in ("first", "second"):
+        trainer_with(tmp_path / name, saver).fit(PlainModule(), loader(8))
+        assert saver.path == tmp_path / name / "checkpoints" / "last.ckpt"
+    saver.folder = tmp_path
+    trainer_with(tmp_path / "third", saver).fit(PlainModule(), loader(8))
+    assert saver.path == tmp_path / "last.ckpt"
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_lightning_keeps_the_checkpoint_callback_that_it_has_without_it(tmp_path, checkpointing):
     saver, other = SaveOnSignal(tmp_path), Callback()
