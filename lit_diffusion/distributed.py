@@ -4,6 +4,7 @@
 does not use torch.distributed, its rank is 0, and the number of ranks is 1.
 """
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,21 +25,32 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
     """Call a function on rank 0 only, and send the outcome to all ranks.
 
     The result of the function is returned on every rank. If the function raises an exception, the
-    exception is raised on every rank.
+    exception is raised on every rank. If the exception cannot be pickled, the other ranks raise a
+    RuntimeError with its message.
     """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return function()
     outcome: list[Any] = [None, None]  # result, exception
+    failure: Exception | None = None
     if rank == 0:
         try:
             outcome[0] = function()
         except Exception as error:  # sent below, because the other ranks wait for the broadcast
-            outcome[1] = error
+            failure, outcome[1] = error, _picklable(error)
     torch.distributed.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
+    if (failure := failure or outcome[1]) is not None:
+        raise failure
     return outcome[0]  # type: ignore[no-any-return]
+
+
+def _picklable(error: Exception) -> Exception:
+    """Return the exception, or a RuntimeError with its message if pickling would fail."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - of this process
+    except Exception:  # whatever the exception's attributes or its constructor raise
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def all_gather_objects(value: T) -> list[T]:

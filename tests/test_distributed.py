@@ -1,5 +1,8 @@
+from urllib.error import HTTPError
+
 import pytest
 import torch
+from support.spawn import spawn
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -33,3 +36,38 @@ def test_the_norm_of_all_is_that_of_whole_split_and_sparse_tensors_in_float32():
     norm = total_norm([split.weight.detach(), half, sparse])
     assert type(norm) is torch.Tensor
     torch.testing.assert_close(norm, expected.detach())
+
+
+class Unreadable(Exception):
+    """Can be pickled, but not unpickled."""
+
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+
+
+def failures(folder):
+    """What `call_on_rank_zero` raises on this rank for each of three exceptions."""
+    torch.distributed.init_process_group("gloo")
+    with (folder / "page").open("rb") as page:
+        errors = [ValueError("no"), HTTPError("a.b", 404, "Gone", {}, page), Unreadable(code=3)]
+        raised = []
+        for error in errors:
+
+            def fail(error=error):
+                raise error
+
+            try:
+                call_on_rank_zero(fail)
+            except Exception as failure:
+                raised.append((type(failure).__name__, str(failure)))
+    torch.distributed.destroy_process_group()
+    return raised
+
+
+@pytest.mark.system
+def test_what_rank_zero_raises_is_raised_on_every_rank_even_if_it_cannot_be_sent(tmp_path):
+    (tmp_path / "page").touch()
+    zero, one = spawn(failures, 2, tmp_path, timeout=100)
+    gone, unreadable = ("HTTPError", "HTTP Error 404: Gone"), ("Unreadable", "code 3")
+    assert zero == [("ValueError", "no"), gone, unreadable]
+    assert one == [zero[0], *(("RuntimeError", ": ".join(error)) for error in zero[1:])]
