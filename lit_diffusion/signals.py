@@ -43,7 +43,8 @@ class SignalRecorder:
     signals. Otherwise, a signal that a batch system sends to all processes of a job would kill the
     workers, and their death would end the run. Only a SIGTERM from the parent process still ends a
     forked process. Workers that are spawned (see `multiprocessing_context` of DataLoader) do not
-    block the signals.
+    block the signals. A forked process that starts a recorder of its own, such as a rank of the
+    strategy "ddp_fork", records them.
 
     Args:
         signals: signals to record.
@@ -89,6 +90,8 @@ class SignalRecorder:
         for number in self.signals:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._previous_handlers[number] = signal.signal(number, self._record)
+        # A rank that was forked while signals were recorded (strategy "ddp_fork") blocks them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)
 
     def stop(self) -> None:
         """Restore the previous handlers."""

@@ -62,6 +62,21 @@ def test_processes_forked_meanwhile_end_when_they_are_done_or_by_their_parent_al
     assert waiting.exitcode == 0
 
 
+def record_one():
+    with recording(signal.SIGUSR1) as recorder:
+        send(signal.SIGUSR1)
+        os._exit(recorder.received == signal.SIGUSR1)
+
+
+def test_a_forked_process_that_records_signals_itself_gets_them():
+    with recording(signal.SIGUSR1) as outer:
+        rank = multiprocessing.get_context("fork").Process(target=record_one)
+        rank.start()
+        rank.join(10)
+    assert rank.exitcode == 1
+    assert outer.received is None
+
+
 def test_what_was_recorded_before_a_fit_is_taken_over_by_it():
     before = signal.getsignal(signal.SIGTERM)
     with record_signals():
