@@ -15,7 +15,9 @@ from lit_diffusion.callbacks.info_noise import (
     information_weight,
     noise_levels,
     require_denoising_loss,
+    require_weight,
     velocity_error,
+    weight_at,
 )
 from lit_diffusion.callbacks.trainer_state import all_gather_objects, is_accumulating, reshard
 from lit_diffusion.protocols import Condition, by_part
@@ -114,8 +116,9 @@ class AdaptiveTimesteps(TimestepWriter):
 
     Raises:
         ValueError: if an argument is invalid. At fit start, the error is also raised if the module
-            is `MeanFlow`, if its loss is not a `DenoisingLoss`, if it has no attribute
-            `timestep_density`, or if the checkpoint has a different num_bins or num_selected.
+            is `MeanFlow`, if its loss is not a `DenoisingLoss`, if the weight of the loss is 0 in
+            a bin, if the module has no attribute `timestep_density`, or if the checkpoint has a
+            different num_bins or num_selected.
         TypeError: if the module does not implement `protocols.HasNoiseLevels`.
 
     Source: Kim et al. 2025 (Adaptive Non-uniform Timestep Sampling, arXiv 2411.09998), algorithms 1
@@ -172,7 +175,10 @@ class AdaptiveTimesteps(TimestepWriter):
         self._batch: tuple[Tensor, Condition, Tensor] | None = None  # x0, condition, noise
         self._before: tuple[Tensor, Tensor] | None = None  # objective before the update
         self._step_before = 0
+        self._batch_size = 1  # smallest B of all ranks
         self._information = torch.empty(0)  # (num_bins,) weights of the terms of the objective
+        # (num_bins,) False for terms that count as 0, because the loss has the weight 0 there
+        self._is_measured = torch.empty(0, dtype=torch.bool)
         self._is_loaded = False  # whether a checkpoint was loaded since `setup`
         self._reset()
 
@@ -244,6 +250,7 @@ class AdaptiveTimesteps(TimestepWriter):
         with torch.no_grad():
             self._parameters.copy_(state_dict["parameters"])
         self._optimizer.load_state_dict(state_dict["optimizer"])
+        self._optimizer.param_groups[0]["lr"] = self.lr  # it may differ from the checkpoint's
         self._queue, self._selected = queue, selected
         self._density = self.density_at()
         self._is_loaded = True
@@ -261,11 +268,15 @@ class AdaptiveTimesteps(TimestepWriter):
         """
         super().on_fit_start(trainer, pl_module)
         require_denoising_loss(pl_module, "AdaptiveTimesteps")
+        levels = noise_levels(pl_module, self.num_bins)
+        require_weight(pl_module, "AdaptiveTimesteps", levels, None)
         if not self._is_loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
             self._reset()
         self._module = pl_module
         self._batch = self._before = None
-        self._information = information_weight(noise_levels(pl_module, self.num_bins)).sum(1)
+        self._information = information_weight(levels).sum(1)
+        u = (torch.arange(self.num_bins, dtype=torch.float64) + 0.5) / self.num_bins
+        self._is_measured = weight_at(pl_module, u, None) > 0
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any
@@ -279,6 +290,8 @@ class AdaptiveTimesteps(TimestepWriter):
         key = (run_seed() or 0, trainer.global_rank, trainer.global_step)
         seeds = [fold("adaptive timesteps", *key, i) for i in range(len(images))]
         self._batch = FixedImages(images, condition, seeds).encode(pl_module)
+        # All ranks must call the network the same number of times, and B may differ between ranks.
+        self._batch_size = min(all_gather_objects(len(images), trainer.world_size))
         self._before = self._objective(trainer, pl_module)
 
     def on_train_batch_end(
@@ -313,10 +326,10 @@ class AdaptiveTimesteps(TimestepWriter):
             labels = by_part(itemgetter(rows), condition)
             losses = module.per_sample_loss(x0[rows], labels, t, noise[rows])
             errors = velocity_error(module, u, losses, None)
-            return errors.cpu() * self._information[bins]
+            return (errors.cpu() * self._information[bins]).where(self._is_measured[bins], 0.0)
 
         with inference_mode(trainer, module):
-            rows, parts = torch.arange(len(x0)), torch.split(levels, len(x0))
+            rows, parts = torch.arange(len(x0)), torch.split(levels, self._batch_size)
             selected = [terms(rows, bin_.expand(len(x0))) for bin_ in self._selected]
             of_first = [terms(torch.zeros_like(bins), bins) for bins in parts]
         reshard(module)

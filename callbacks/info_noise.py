@@ -108,6 +108,12 @@ def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> 
     return errors
 
 
+def weight_at(module: Any, u: Tensor, step: int | None) -> Tensor:
+    """Return `x0_weight` at noise levels u (N,) float64 in [0, 1)."""
+    alpha, sigma = module.process.alpha_sigma(module.times.quantile(u, module.process))
+    return x0_weight(module, alpha, sigma, step)
+
+
 class InfoNoise(LossBasedDensity):
     """Samples noise levels so that each level's share of the objective follows the entropy rate.
 
@@ -124,7 +130,9 @@ class InfoNoise(LossBasedDensity):
     the SNR is large, and the errors of an unfinished network are far above the lowest possible
     errors.
 
-    Noise levels are sampled uniformly until each bin has `history` losses. The callback logs
+    Noise levels are sampled uniformly until each bin has `history` losses. A bin whose times all
+    have the weight 0, such as the last time of `ZeroTerminalSNR` with `MinSNR`, needs no losses and
+    is sampled only by the uniform part of the density. The callback logs
     `info_noise/full`, the fraction of bins with `history` losses, and `info_noise/tv`, the total
     variation distance between the density and the uniform density.
 
@@ -180,6 +188,8 @@ class InfoNoise(LossBasedDensity):
         self.gate_sigma = gate_sigma
         self._diffusion: Any = None  # the module that is trained
         self._levels: NoiseLevels | None = None
+        # (num_bins,) False for bins without losses, because each of their times has the weight 0
+        self._is_measured = torch.ones(num_bins, dtype=torch.bool)
         self._step = 0  # optimizer steps before this batch
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -188,18 +198,17 @@ class InfoNoise(LossBasedDensity):
         require_denoising_loss(pl_module, type(self).__name__)
         self._diffusion = pl_module
         self._levels = levels = noise_levels(pl_module, self.num_bins)
-        weight = x0_weight(pl_module, levels.alpha, levels.sigma, trainer.global_step)
-        if not (weight > 0).all():
-            raise ValueError(
-                f"InfoNoise divides by the weight of the loss, and {pl_module.loss} has the weight "
-                "0 at some noise levels; use a weighting that is positive everywhere."
-            )
+        require_weight(pl_module, type(self).__name__, levels, trainer.global_step)
+        u = (torch.arange(levels.width.numel(), dtype=torch.float64) + 0.5) / levels.width.numel()
+        weight = weight_at(pl_module, u, trainer.global_step).view_as(levels.width)
+        self._is_measured = (weight > 0).any(1)
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
         """Return the density of the losses so far."""
         self._step = step
         if self._levels is not None:
             self._levels = NoiseLevels(*(values.to(device) for values in self._levels))
+            self._is_measured = self._is_measured.to(device)
         return super().timesteps_at(step, device)
 
     def recorded_losses(self, pl_module: LightningModule, outputs: dict[str, Tensor]) -> Tensor:
@@ -214,7 +223,10 @@ class InfoNoise(LossBasedDensity):
         gate = 1 / (1 + (self.gate_sigma * alpha / sigma) ** GATE_POWER)
         weight = x0_weight(self._diffusion, alpha, sigma, self._step)
         share = (information_weight(self._levels) * gate / weight).sum(1)  # (num_bins,)
-        return self.mix_with_uniform(history, history.losses.mean(1) * share)
+        counts = history.counts.where(self._is_measured, self.history)
+        return self.mix_with_uniform(
+            LossHistory(history.losses, counts), history.losses.mean(1) * share
+        )
 
 
 def require_denoising_loss(module: Any, callback: str) -> None:
@@ -235,4 +247,13 @@ def require_denoising_loss(module: Any, callback: str) -> None:
         raise ValueError(
             f"{callback} computes errors of x0 from losses, and {type(module.loss).__name__} adds "
             "other terms; use DenoisingLoss."
+        )
+
+
+def require_weight(module: Any, callback: str, levels: NoiseLevels, step: int | None) -> None:
+    """Raise ValueError unless the loss has a weight above 0 at all noise levels."""
+    if not (x0_weight(module, levels.alpha, levels.sigma, step) > 0).all():
+        raise ValueError(
+            f"{callback} divides by the weight of the loss, and {module.loss} has the weight 0 at "
+            "some noise levels; use a weighting that is positive everywhere."
         )

@@ -3,21 +3,23 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from scipy.stats import beta
 from sklearn.feature_selection import SelectKBest, f_regression
 from support.foreign_times import ForeignTimes, to_lists
 from support.memory_logger import MemoryLogger
 from support.plain_module import assert_same_bits, loader, make_trainer
 from support.spawn import rank_and_size, spawn
-from support.tiny_diffusion import images, tiny_diffusion
+from support.tiny_diffusion import NUM_CLASSES, images, tiny_diffusion
 from torch import nn
 
 from lit_diffusion.callbacks import AdaptiveTimesteps
 from lit_diffusion.callbacks.adaptive_timesteps import beta_log_density, select_bins
 from lit_diffusion.callbacks.curriculum import total_variation
 from lit_diffusion.losses import DenoisingLoss, HybridLoss, MinSNR, Simple
+from lit_diffusion.networks.dit import DiT
 from lit_diffusion.parameterizations import Epsilon
-from lit_diffusion.processes import ContinuousVP
+from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, ZeroTerminalSNR
 
 # The density
 
@@ -258,6 +260,11 @@ def test_a_second_fit_of_the_module_goes_on_and_another_module_starts_anew(tmp_p
     assert total_variation(callback.density_at()) == pytest.approx(0)
 
 
+def dit():
+    sizes = {"image_size": 8, "in_channels": 1, "out_channels": 1, "patch_size": 2}
+    return DiT(**sizes, width=8, depth=1, num_heads=1, num_classes=NUM_CLASSES)
+
+
 def train_rank(folder):
     """State of the callback and first weights, of a rank whose images differ from other ranks'."""
     callback, module = AdaptiveTimesteps(4, every_n_steps=1), tiny_diffusion()
@@ -274,7 +281,32 @@ def test_ranks_learn_the_same(tmp_path):
     assert zero[0] != AdaptiveTimesteps(4).state_dict()["parameters"].tolist()
 
 
+def train_sharded_rank(folder):
+    """Number of measurements of a rank whose batches are smaller on rank 1."""
+    rank, ranks = rank_and_size()
+    callback, module = AdaptiveTimesteps(9, every_n_steps=1), tiny_diffusion(network=dit())
+    strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    options = {"devices": ranks, "strategy": strategy, "use_distributed_sampler": False}
+    make_trainer(folder, callback, **options).fit(module, images(10 - 2 * rank, 5 - rank))
+    return len(callback.state_dict()["queue"]), callback.density_at().tolist()
+
+
+@pytest.mark.slow
+def test_ranks_with_split_weights_may_have_batches_of_different_sizes(tmp_path):
+    """Each forward pass gathers the weights, so all ranks need the same number of them."""
+    zero, one = spawn(train_sharded_rank, 2, tmp_path, timeout=100)
+    assert zero == one
+    assert zero[0] == 2
+
+
 # State and mistakes
+
+
+class WithoutClean(Simple):
+    """No weight at low noise levels."""
+
+    def weight(self, alpha, sigma, output_scale, step):
+        return (sigma > alpha).double()
 
 
 def test_a_loaded_state_learns_on_as_the_one_that_was_saved():
@@ -286,6 +318,14 @@ def test_a_loaded_state_learns_on_as_the_one_that_was_saved():
         callback.learn(bins, rewards)
     assert_same_bits(second.state_dict(), first.state_dict())
     assert torch.equal(second.density_at(), first.density_at())
+
+
+def test_a_changed_lr_applies_to_a_loaded_state():
+    first, second, third = (AdaptiveTimesteps(4, lr=lr) for lr in (0.01, 0.1, 0.1))
+    second.load_state_dict(first.state_dict())
+    for callback in (second, third):
+        callback.learn(torch.tensor([0, 1]), torch.tensor([1.0, 0.5]).double())
+    assert torch.equal(second.density_at(), third.density_at())
 
 
 def test_a_checkpoint_of_another_size_is_refused():
@@ -301,6 +341,23 @@ def test_other_modules_and_losses_are_refused(tmp_path):
     hybrid.loss = HybridLoss(Simple())
     with pytest.raises(ValueError, match="HybridLoss adds other terms; use DenoisingLoss"):
         make_trainer(tmp_path, AdaptiveTimesteps()).fit(hybrid, images(8, 8))
+
+
+def test_a_time_without_signal_and_weight_counts_nothing(tmp_path):
+    process = DiscreteVP(ZeroTerminalSNR(CosineBetas(8)))
+    module = tiny_diffusion(process=process, loss=DenoisingLoss(MinSNR()))
+    callback = AdaptiveTimesteps(8, every_n_steps=1)
+    make_trainer(tmp_path, callback, max_epochs=1).fit(module, images(16, 8))
+    queue = callback.state_dict()["queue"]
+    assert len(queue) == 2
+    assert queue[:, -1].tolist() == [0, 0]
+    assert (queue[:, :-1] != 0).all()
+
+
+def test_a_loss_without_weight_at_some_noise_levels_is_refused(tmp_path):
+    module = tiny_diffusion(loss=DenoisingLoss(WithoutClean()))
+    with pytest.raises(ValueError, match="AdaptiveTimesteps divides by the weight of the loss"):
+        make_trainer(tmp_path, AdaptiveTimesteps()).fit(module, images(8, 8))
 
 
 @pytest.mark.parametrize(

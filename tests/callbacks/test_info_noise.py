@@ -248,6 +248,18 @@ def test_recorded_errors_do_not_depend_on_a_weight_that_changes_in_training(tmp_
     )
 
 
+def test_a_bin_without_weight_does_not_keep_the_density_uniform(tmp_path):
+    process = DiscreteVP(ZeroTerminalSNR(CosineBetas(4)))
+    module = tiny_diffusion(process=process, loss=DenoisingLoss(MinSNR()))
+    callback = InfoNoise(4, history=2, uniform_prob=0.2)
+    make_trainer(tmp_path, callback, max_epochs=2).fit(module, images(16, 8))
+    losses, seen = callback.state_dict().values()
+    assert seen[-1] == 0 < seen[:-1].min()
+    density = callback.density(LossHistory(losses, seen))
+    assert density[-1].item() == pytest.approx(0.2 / 4)
+    assert total_variation(density) > 0.1
+
+
 def test_full_bins_and_the_distance_from_uniform_are_logged(tmp_path):
     logger = MemoryLogger()
     options = {"logger": logger, "max_epochs": 4, "log_every_n_steps": 1}
