@@ -21,12 +21,12 @@ from lit_diffusion.lab.compare.run_tables import arms_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
-WORDS = ("what it is", "what differs", "what was tried", "reported", "where")
+WORDS = ("what it is", "what differs", "what was tried", "reported", "where", "conclusion")
 """Heads of columns without results of ours."""
 INTERVAL = re.compile(r"[\d.,]+x? \[[\d. ,-]+\]")
 FIGURE = re.compile(r"[\d.,]+x? \[[^]]+\]|[\d.]+ \+- [\d.]+|\d+(?:[.,]\d+)*")
 
-ALIKE = {"digits-ablation": 65, "fast": 19, "atlas": 144}
+ALIKE = {"digits-ablation": 65, "fast": 19, "atlas": 144, "paper-at-its-regime": 6}
 """Rows that stand as printed; other pages name the commit whose script prints their tables."""
 
 

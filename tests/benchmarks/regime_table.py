@@ -28,6 +28,7 @@ CLTS = ("clts-target-1500", "clts", "clts-target-400")
 """Names of the arm with CLTS alone, in the studies."""
 
 MARGIN = 0.05
+"""Arms are equivalent if their ratio is 1 up to this margin (two one-sided tests at 5%)."""
 
 Measure = Callable[[Curve], float]
 Logs = list[tuple[float, float]]
@@ -76,7 +77,7 @@ def cell(values: Logs, p: float | None) -> str:
     if result is None:
         return f"{math.exp(fmean(a - b for a, b in values)):.2f}" if values else "-"
     ratio, low, high = (math.exp(x) for x in (result.difference, result.low, result.high))
-    narrow = ttest_rel(*zip(*values, strict=True)).confidence_interval(1 - 2 * MARGIN)
+    narrow = ttest_rel(*zip(*values, strict=True)).confidence_interval(0.90)
     equivalent = math.log(1 - MARGIN) < narrow.low and narrow.high < math.log(1 + MARGIN)
     text = f"{ratio:.2f} [{low:.2f}, {high:.2f}]" + ("" if p is None else f", p {format_p(p)}")
     return text + (", equivalent" if equivalent else "")
