@@ -8,7 +8,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
-from torch.utils.data import DataLoader, IterableDataset
 
 from lit_diffusion.callbacks import GradientDiagnostics
 from lit_diffusion.callbacks.gradient_diagnostics import random_halves, signal_and_noise
@@ -100,14 +99,3 @@ def test_bad_numbers_and_modules_are_refused(tmp_path):
             GradientDiagnostics(**options)
     with pytest.raises(TypeError, match="lacks per_sample_loss, process, codec"):
         make_trainer(tmp_path, GradientDiagnostics()).fit(PlainModule(), images(16, 4))
-
-
-def test_data_without_indices_are_refused_before_the_first_step(tmp_path):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(images(16, 4).dataset)
-
-    trainer = make_trainer(tmp_path, GradientDiagnostics(every_n_steps=1000), max_steps=2)
-    with pytest.raises(ValueError, match="need a DataLoader over a data set with indices"):
-        trainer.fit(tiny_diffusion(), DataLoader(Stream(), batch_size=4))
-    assert trainer.global_step == 0

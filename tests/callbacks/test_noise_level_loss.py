@@ -7,7 +7,7 @@ from support.plain_module import PlainModule, assert_same_bits, loader, make_tra
 from support.tiny_diffusion import images, tiny_diffusion
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lit_diffusion.callbacks import EMA, NoiseLevelLoss
+from lit_diffusion.callbacks import EMA, GradientDiagnostics, NoiseLevelLoss
 from lit_diffusion.callbacks.evaluation import read_fixed_images
 from lit_diffusion.callbacks.noise_level_loss import noise_level_losses
 from lit_diffusion.codecs import PixelCodec
@@ -105,12 +105,13 @@ def test_bfloat16_modules_are_measured_on_the_same_noise(tmp_path):
         assert half[name].item() == pytest.approx(value.item(), rel=0.02)
 
 
-def test_data_without_indices_are_refused_before_the_first_step(tmp_path):
+@pytest.mark.parametrize("callback", [NoiseLevelLoss, GradientDiagnostics])
+def test_data_without_indices_are_refused_before_the_first_step(callback, tmp_path):
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(images(16, 4).dataset)
 
-    trainer = make_trainer(tmp_path, NoiseLevelLoss(every_n_steps=1000), max_steps=2)
+    trainer = make_trainer(tmp_path, callback(every_n_steps=1000), max_steps=2)
     with pytest.raises(ValueError, match="need a DataLoader over a data set with indices"):
         trainer.fit(tiny_diffusion(), DataLoader(Stream(), batch_size=4))
     assert trainer.global_step == 0

@@ -249,9 +249,8 @@ def _common_widths(fids: Sequence[FIDsByWidth]) -> list[float]:
 def sample_pictures(selection: Selection, arms: Sequence[Arm]) -> list[SamplePicture]:
     """Collect images of samples from all arms, at steps at which all arms have images.
 
-    All images are from runs with one training seed, if all arms have images of such runs, and
-    were generated with the weights whose FID is compared, if there are such images. The list is
-    empty if an arm has no images.
+    Preferred are runs with a training seed that all arms share, and images that were generated with
+    the weights whose FID is compared. The list is empty if an arm has no images.
     """
     candidates = {arm.name: [run for run in selection.arms[arm.name] if run.grids] for arm in arms}
     if not all(candidates.values()):
