@@ -111,6 +111,9 @@ STUDIES = {
     ),
     "mnist": Study(("mnist", "arms/digits/textbook"), without(*OF_DIGITS), 500, "digits-textbook"),
     "mnist-balanced": Study(("mnist", "arms/digits/balanced"), (), 600, "digits-balanced"),
+    "mnist-shifted": Study(
+        ("mnist", "arms/digits/balanced", "arms/mnist/shifted-noise"), (), 600, "digits-balanced"
+    ),
     "cifar10": Study(
         (*CIFAR10, "arms/digits/textbook"), without(*OF_DIGITS), 500, "digits-textbook"
     ),

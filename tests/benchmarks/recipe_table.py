@@ -3,7 +3,7 @@
     recipe_table.py docs/results/atlas-STAGE-{STUDY,TEXTBOOK}.csv [docs/results/atlas-TEXTBOOK.csv]
 
 The first table has the arms of the first file: scores and distances at the end of training, divided
-by those of the one arm in the second file. They are geometric means over seeds, with 95% intervals
+by those of the first arm in the second file. They are geometric means over seeds, with 95% intervals
 (paired t test on logarithms). The third file has runs of the textbook recipe with several numbers
 of steps. With it, a second table has, for each distance, the steps after which a run of the
 textbook recipe has the same distance, divided by the steps of the recipe.
@@ -20,7 +20,7 @@ from lit_diffusion.lab.compare.speedrun import TARGETS
 
 
 def main(recipe_file: str, textbook_file: str, lengths_file: str | None = None) -> None:
-    recipes, (textbook,) = read_arms([recipe_file]), read_arms([textbook_file])
+    recipes, (textbook, *_) = read_arms([recipe_file]), read_arms([textbook_file])
     names = [n for n in TARGETS if math.isfinite(at_end(n)(textbook.curves[0]))]
     heads = [name.replace("fid", "FID") for name in names]
     rows = []
