@@ -7,6 +7,7 @@ resume, and finished runs are skipped. To continue a stopped sweep, repeat the c
 
 import io
 import itertools
+import logging
 import reprlib
 import shlex
 import shutil
@@ -67,10 +68,12 @@ def parser() -> Parser:
 
 CONFIG is one or more configs, as for fit. An arm is CONFIG plus one or more further configs, joined
 by +. The names of these further configs are the name of the arm. CONFIG alone is the arm
-"baseline". An arm with the same settings as an earlier arm is left out. Each run is an ordinary
-`lit-diffusion fit` into OUT/<arm>/seed-<n>, with its output in fit.log in this folder. Options that
-are not listed below are passed to every fit. All arms run with the first seed before any arm runs
-with the second, so you can compare arms even if you stop the sweep early.
+"baseline". An arm with the same settings as an earlier arm is left out. Of configs joined by +,
+later ones override earlier ones: the command prints what they override, and raises an error if
+nothing of an earlier one is left. Each run is an ordinary `lit-diffusion fit` into
+OUT/<arm>/seed-<n>, with its output in fit.log in this folder. Options that are not listed below are
+passed to every fit. All arms run with the first seed before any arm runs with the second, so you
+can compare arms even if you stop the sweep early.
 
 To continue a stopped sweep, run the same command again. Finished runs are skipped. Others resume
 from their last checkpoint, or start again if they have none. The command waits for runs of other
@@ -221,6 +224,7 @@ def plan_sweep(
         original = next(each for each in configs if settings[each] == settings[arm])
         if original == arm:
             names.append(arm)
+            _report_overridden(arm, configs[arm], len(experiment), options, settings[arm])
         else:
             print_status(f"arm {arm} is left out: its settings equal the settings of {original}")
     runs = []
@@ -298,18 +302,73 @@ def fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict
     return settings
 
 
-def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise ValueError if the folder holds a run with other settings or without its checkpoint."""
+def _report_overridden(
+    arm: str,
+    files: Sequence[str],
+    num_shared: int,
+    options: Sequence[str],
+    settings: dict[str, Any],
+) -> None:
+    """Print which settings of an arm's configs are overridden by later configs of the arm.
+
+    Args:
+        arm: name of the arm.
+        files: configs of the arm, of which the first `num_shared` are those of the experiment.
+        num_shared: number of configs of the experiment.
+        options: options of every fit.
+        settings: settings of the arm.
+
+    Raises:
+        ValueError: if a config has no effect, because later configs override all that it sets. The
+            name of the arm would be misleading.
+    """
+
+    def settings_of(files: Sequence[str]) -> dict[str, Any] | None:
+        logging.disable(logging.INFO)  # messages about configs that are not those of the arm
+        try:
+            return fit_settings(arm, files, options)
+        except ValueError:  # configs may not fit in another order
+            return None
+        finally:
+            logging.disable(logging.NOTSET)
+
+    for i in range(num_shared, len(files) - 1):
+        if (if_last := settings_of([*files, files[i]])) == settings:
+            continue  # all that it sets applies
+        name = Path(files[i]).name
+        if settings_of([*files[:i], *files[i + 1 :]]) == settings:
+            raise ValueError(
+                f"arm {arm}: {name} has no effect, because later configs override all that it "
+                "sets; leave it out, or put it last."
+            )
+        overridden = ["settings"]
+        if if_last is not None:
+            overridden = [
+                key
+                for key, (old, new) in _changes(settings, if_last).items()
+                if not (isinstance(old, list) and new[: len(old)] == old)  # callbacks are appended
+            ]
+        if overridden:
+            print_status(f"arm {arm}: later configs override {', '.join(overridden)} of {name}")
+
+
+def _changes(saved: dict[str, Any], used: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings of a fit that differ, as {dotted name: (saved value, used value)}."""
     from lit_diffusion.cli.changed_settings import differences
 
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(saved.keys() | used.keys()):
+        changes |= differences(saved.get(key), used.get(key), key)
+    return changes
+
+
+def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError if the folder holds a run with other settings or without its checkpoint."""
     config = latest_config(folder)
     saved = settings if config is None else read_config(config)
-    changes: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(saved.keys() | settings.keys()):
-        changes |= differences(saved.get(key), settings.get(key), key)
     if listed := [
         f"{key} was {reprlib.repr(old)}, is {reprlib.repr(new)}"
-        for key, (old, new) in changes.items()
+        for key, (old, new) in _changes(saved, settings).items()
         if key not in _IGNORED_SETTINGS and (key, new) not in _REPLACED_SETTINGS
     ]:
         raise ValueError(

@@ -72,6 +72,22 @@ def test_configs_joined_by_a_plus_are_one_arm_whose_command_resumes_when_run_aga
     assert len(saved["trainer"]["callbacks"]) == 1  # appended once, not once more at each resume
 
 
+def test_a_config_that_later_configs_of_its_arm_override_is_reported_or_refused(capsys):
+    """An arm named velocity+epsilon would be epsilon alone."""
+    init_args = {"shift": 2.0, "optimizer": {"init_args": {"lr": 0.1}}}
+    write_config({"model": {"init_args": init_args}}, Path("shifted.yaml"))
+    err = refusal(capsys, "--arms slow.yaml+shifted.yaml")
+    assert "arm slow+shifted: slow.yaml has no effect, because later configs override" in err
+    for arms, overridden in {
+        "shifted.yaml+slow.yaml": ["model.optimizer.lr of shifted.yaml"],
+        "slow.yaml+ema.yaml": [],
+        "ema.yaml+slow.yaml": [],
+    }.items():
+        assert call(f"sweep tiny.yaml --arms {arms} --seeds 0 --print {TRUST}") == 0
+        err = capsys.readouterr().err
+        assert re.findall(r"later configs override (.*)", err) == overridden
+
+
 @pytest.mark.parametrize(
     ("options", "err"),
     [
