@@ -273,7 +273,9 @@ class ContrastCorrection:
         (1 - weight) * output + weight * base.target(mean, noise=0, alpha, sigma).
 
     The correction changes the estimate of x0, but not the training target. You can therefore add
-    the correction to a trained network, or remove it, before you sample.
+    the correction to a trained network, or remove it, before you sample. In training, however, a
+    `DiffusionModule` raises an error for a positive weight without a `ContrastiveFlow` of this
+    weight, and for a negative weight with a `ContrastiveFlow`.
 
     At the optimum, the corrected model equals a model that was trained without the contrastive
     term. The formula above holds if the target of `base` is linear in x0 and the noise. This is

@@ -37,6 +37,11 @@ class ContrastiveFlow:
         weight: factor on the term, in (0, 1). The paper calls this factor lambda. The authors use
             0.05.
 
+    Attributes:
+        bias_weight: the weight, from which `DiffusionModule` checks that the weight of a
+            `ContrastCorrection` is the same. A loss of your own that contains this term needs this
+            attribute too.
+
     Raises:
         ValueError: unless 0 < weight < 1.
 
@@ -51,7 +56,7 @@ class ContrastiveFlow:
     def __init__(self, weight: float = 0.05) -> None:
         if not 0 < weight < 1:
             raise ValueError(f"0 < weight < 1 must hold, got {weight}.")
-        self.weight = weight
+        self.weight = self.bias_weight = weight
         self.output = BlockFeatures("")
 
     def attach(self, network: nn.Module, /) -> None:

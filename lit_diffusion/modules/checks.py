@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.parameterizations import ContrastCorrection
 from lit_diffusion.protocols import (
+    AuxiliaryLoss,
     Codec,
     Conditioning,
     Denoise,
@@ -117,6 +119,47 @@ def check_objective(
             "arguments."
         )
     check_sampling(process, loss, solver, guidance)
+
+
+def check_correction(
+    parameterization: Parameterization, auxiliary_loss: AuxiliaryLoss | None
+) -> None:
+    """Raise ValueError if training does not cause the bias that a `ContrastCorrection` expects.
+
+    A positive weight removes the bias of `ContrastiveFlow`, so the network must be trained with
+    this loss and the same weight. A negative weight adds the bias to a network without it.
+    """
+    if not isinstance(parameterization, ContrastCorrection):
+        return
+    weight = parameterization.weight
+    bias_weight = getattr(auxiliary_loss, "bias_weight", 0.0)
+    if bias_weight != max(weight, 0.0):
+        loss = f"ContrastiveFlow(weight={weight})" if weight > 0 else "no ContrastiveFlow"
+        raise ValueError(
+            f"{parameterization} needs {loss} in training, got auxiliary_loss="
+            f"{type(auxiliary_loss).__name__} with bias_weight={bias_weight}; change one of them, "
+            f"or use {parameterization.base}."
+        )
+
+
+def check_noise_labels(network: nn.Module, process: Process) -> None:
+    """Raise ValueError if a network's `fourier_bandwidth` does not suit the noise labels.
+
+    The check has an effect only for networks with this attribute. Between the ends of the process,
+    a typical Fourier feature must turn more than 0.1 times, or the network could not tell noise
+    levels apart, and less than 100 times, or it could not interpolate between them.
+    """
+    bandwidth = getattr(network, "fourier_bandwidth", None)
+    if bandwidth is None:
+        return
+    ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
+    low, high = process.noise_label(ends).tolist()
+    if not 0.1 < bandwidth * (high - low) < 100:
+        raise ValueError(
+            f"fourier_bandwidth={bandwidth} of {type(network).__name__} does not suit {process}, "
+            f"whose noise labels go from {low:.3g} to {high:.3g}; use about "
+            f"{3 / (high - low):.1g}."
+        )
 
 
 def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guidance | None) -> None:

@@ -221,9 +221,14 @@ class DiffusionModule(LightningModule):
         """Check that device and data fit the module, and compile the network if `compile` is set.
 
         Raises:
-            ValueError: if the device is MPS, or if the data do not fit the module.
+            ValueError: if the device is MPS, or if the data do not fit the module. Before a fit,
+                the error is also raised if a `ContrastCorrection` does not fit the auxiliary loss,
+                or if the `fourier_bandwidth` of the network does not suit the process.
         """
         checks.check_device(self.device)
+        if stage == "fit":
+            checks.check_correction(self.parameterization, self.auxiliary_loss)
+            checks.check_noise_labels(self.network, self.process)
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
         if stage == "fit" and self.conditioning is None and (hint := checks.unused_classes(data)):

@@ -424,6 +424,7 @@ class MagnitudePreservingUNet(nn.Module):
             in_channels, model_channels, channel_mult, num_res_blocks, attention_downsample, dropout
         )
         self.in_channels, self.num_classes = in_channels, num_classes
+        self.fourier_bandwidth = fourier_bandwidth
         self.levels, self.gradient_checkpointing = len(channel_mult), gradient_checkpointing
         widths = [int(mult * model_channels) for mult in channel_mult]
         heads = [

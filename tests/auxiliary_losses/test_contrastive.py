@@ -3,10 +3,11 @@
 import pytest
 import torch
 from support.golden import PIX, Z, close
-from support.tiny_diffusion import FixedOutput, tiny_diffusion
+from support.plain_module import make_trainer
+from support.tiny_diffusion import FixedOutput, images, tiny_diffusion
 from torch import nn
 
-from lit_diffusion.auxiliary_losses import ContrastiveFlow
+from lit_diffusion.auxiliary_losses import ContrastiveFlow, Dispersive
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.losses import DenoisingLoss, HybridLoss, MinSNR, Simple, UncertaintyLoss
 from lit_diffusion.networks.dit import DiT
@@ -278,3 +279,29 @@ def test_batches_of_one_image_are_refused():
     batch = noised_batch(tiny_diffusion(), 1)
     with pytest.raises(ValueError, match="needs at least 2 images per device, got 1"):
         term_of(torch.zeros(1, 1, 8, 8), batch)
+
+
+@pytest.mark.parametrize(
+    ("weight", "loss", "message"),
+    [
+        (0.05, None, r"needs ContrastiveFlow\(weight=0.05\) in training, got auxiliary_loss=None"),
+        (0.05, Dispersive("enter"), "got auxiliary_loss=Dispersive with bias_weight=0.0"),
+        (0.05, ContrastiveFlow(0.1), "got auxiliary_loss=ContrastiveFlow with bias_weight=0.1"),
+        (-0.05, ContrastiveFlow(0.05), "needs no ContrastiveFlow in training"),
+        (0.05, ContrastiveFlow(0.05), None),
+        (-0.05, None, None),
+    ],
+)
+def test_a_correction_without_the_bias_that_it_removes_is_not_trained(
+    tmp_path, weight, loss, message
+):
+    """As where another arm replaces the loss, and only the correction remains."""
+    correction = ContrastCorrection(Velocity(), weight)
+    module = tiny_diffusion(parameterization=correction, auxiliary_loss=loss)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    if message is None:
+        trainer.fit(module, images(4, 4))
+        return
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(module, images(4, 4))
+    module.generate(range(1))  # a network that was trained elsewhere

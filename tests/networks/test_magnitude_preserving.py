@@ -37,6 +37,7 @@ from lit_diffusion.networks.magnitude_preserving import (
 )
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.optimizers import MuonAdamW
+from lit_diffusion.processes import DiscreteVP, EDMProcess, LinearBetas
 
 SIZES = {"in_channels": 1, "out_channels": 2, "fourier_bandwidth": 0.005, "model_channels": 16}
 SIZES |= {"channel_mult": (1, 2), "num_res_blocks": 1, "attention_downsample": (2,)}
@@ -532,3 +533,24 @@ def test_it_can_be_written_in_yaml():
     config = {"network": {"class_path": path, "init_args": SIZES}}
     network = parser.instantiate(parser.parse_object(config)).network
     assert network(*batch(), condition("labels")).shape == (4, 2, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "process", "fits"),
+    [
+        (1.0, EDMProcess(), True),
+        (0.005, DiscreteVP(LinearBetas(1000)), True),
+        (0.005, EDMProcess(), False),
+        (1.0, DiscreteVP(LinearBetas(1000)), False),
+    ],
+)
+def test_a_bandwidth_that_hides_the_noise_level_is_not_trained(tmp_path, bandwidth, process, fits):
+    """As with the arms edm and magnitude-preserving, each of which is right alone."""
+    network = new(fourier_bandwidth=bandwidth, out_channels=1)
+    module = tiny_diffusion(network=network, process=process, num_classes=10)
+    trainer = make_trainer(tmp_path, max_steps=1)
+    if fits:
+        trainer.fit(module, images(4, 4))
+        return
+    with pytest.raises(ValueError, match=f"fourier_bandwidth={bandwidth} .* does not suit"):
+        trainer.fit(module, images(4, 4))
