@@ -399,6 +399,21 @@ def test_the_fast_recipe_is_the_baseline_with_its_arm(capsys):
     assert parsed(capsys, "fast.yaml") == parsed(capsys, *both)
 
 
+@pytest.mark.parametrize(
+    ("before", "arm"),
+    [("arms/digits/balanced", "edm"), ("arms/digits/balanced", "edm-fdm"), ("methods/jit", "flow")],
+)
+def test_the_noise_levels_of_an_arm_are_its_own_where_an_earlier_config_has_others(
+    capsys, before, arm
+):
+    """A later config that names the same class keeps the arguments that it does not repeat."""
+    configs = ["digits-ablation.yaml", f"{before}.yaml", f"arms/digits/{arm}.yaml"]
+    alone, both = (
+        parsed(capsys, *each)["model"]["init_args"]["times"] for each in (configs[::2], configs)
+    )
+    assert both == alone
+
+
 @pytest.mark.parametrize("folder", METHODS)
 def test_the_arms_of_clts_share_its_density_with_a_bin_for_each_time(folder):
     arms = ("clts", "clts-weight", "clts-importance")
