@@ -272,8 +272,8 @@ class ContrastCorrection:
 
         (1 - weight) * output + weight * base.target(mean, noise=0, alpha, sigma).
 
-    The correction changes the estimate of x0, but not the training target. You can therefore add
-    the correction to a trained network, or remove it, before you sample. In training, however, a
+    The correction changes the estimate of x0, but not the training loss. You can therefore add the
+    correction to a trained network, or remove it, before you sample. In training, however, a
     `DiffusionModule` raises an error for a positive weight without a `ContrastiveFlow` of this
     weight, and for a negative weight with a `ContrastiveFlow`.
 
@@ -334,5 +334,5 @@ class ContrastCorrection:
         return self.base.to_x0(output, x_t, alpha, sigma)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Return `(1 - weight) * c_out` of the base."""
-        return (1 - self.weight) * self.base.output_scale(alpha, sigma)
+        """Return c_out of the base, so that the correction does not change the training loss."""
+        return self.base.output_scale(alpha, sigma)

@@ -206,7 +206,18 @@ def test_the_correction_removes_the_mean_image_in_each_pixel(parameterization):
     output.requires_grad_()
     estimate = correction.to_x0(output, x_t, alpha, sigma)
     (slope,) = torch.autograd.grad(estimate.sum(), output)
-    close(slope.abs(), correction.output_scale(alpha, sigma).expand(2, 3, 4, 4))
+    close(slope.abs(), 0.95 * parameterization.output_scale(alpha, sigma).expand(2, 3, 4, 4))
+
+
+@pytest.mark.parametrize("weight", [0.05, -0.05])
+def test_the_correction_does_not_change_the_training_loss(weight):
+    """Also where the weight of the loss depends on how x0 depends on the output."""
+    losses = []
+    for parameterization in (Velocity(), ContrastCorrection(Velocity(), weight)):
+        loss = DenoisingLoss(MinSNR())
+        module = tiny_diffusion(parameterization=parameterization, loss=loss).eval()
+        losses.append(module.per_sample_loss(*noised_batch(module)[:4]))
+    assert torch.equal(*losses)
 
 
 # With the network
