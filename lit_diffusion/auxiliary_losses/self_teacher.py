@@ -63,11 +63,7 @@ class SelfTeacher(nn.Module):
     """
 
     def __init__(
-        self,
-        block: str,
-        decay: float = 0.9999,
-        max_interval: float = 0.2,
-        width: int | None = None,
+        self, block: str, decay: float = 0.9999, max_interval: float = 0.2, width: int | None = None
     ) -> None:
         super().__init__()
         check_positive(width=width)

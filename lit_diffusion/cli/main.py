@@ -39,10 +39,7 @@ COMMANDS = {
 """Name -> (module of lit_diffusion, one line of help). The module's `run` gets all arguments."""
 
 DEBUG = "LIT_DIFFUSION_DEBUG"
-MISTAKES = (
-    "Early stopping conditioned on metric",
-    "EMA holds no averages",
-)
+MISTAKES = ("Early stopping conditioned on metric", "EMA holds no averages")
 """Beginnings of error messages that report mistakes of the user, whatever the error's type."""
 
 

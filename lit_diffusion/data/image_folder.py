@@ -26,18 +26,8 @@ from PIL import Image
 from torch import Tensor
 
 from lit_diffusion.data.base import Split, split_rows
-from lit_diffusion.data.cropped_images import (
-    CroppedImageDataModule,
-    CroppedImages,
-    Requirements,
-)
-from lit_diffusion.files import (
-    IMAGE_EXTENSIONS,
-    checked_read,
-    open_image,
-    user_cache,
-    walk_files,
-)
+from lit_diffusion.data.cropped_images import CroppedImageDataModule, CroppedImages, Requirements
+from lit_diffusion.files import IMAGE_EXTENSIONS, checked_read, open_image, user_cache, walk_files
 
 MAX_NAMED = 10
 """Maximal number of files named in a message."""
@@ -197,11 +187,7 @@ class ImageFileDataModule(CroppedImageDataModule):
     than `image_size`."""
 
     def __init__(
-        self,
-        image_size: int,
-        full_check: bool = True,
-        cache_dir: str | None = None,
-        **options: Any,
+        self, image_size: int, full_check: bool = True, cache_dir: str | None = None, **options: Any
     ) -> None:
         super().__init__(image_size, **options)
         self.full_check = full_check

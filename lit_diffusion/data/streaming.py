@@ -24,11 +24,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.data.base import Split, require_at_least, split_rows
-from lit_diffusion.data.cropped_images import (
-    CroppedImageDataModule,
-    CroppedImages,
-    Requirements,
-)
+from lit_diffusion.data.cropped_images import CroppedImageDataModule, CroppedImages, Requirements
 from lit_diffusion.files import check_regular, open_image, user_cache
 
 MAX_REQUESTS = 8

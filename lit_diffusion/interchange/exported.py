@@ -52,10 +52,7 @@ CONDITIONS = {f"{c.__module__}.{c.__name__}": c for c in (Classes, Vectors, Toke
 
 
 def write_network(
-    folder: str | Path,
-    state: Mapping[str, Tensor],
-    record: Json,
-    dtype: torch.dtype | None = None,
+    folder: str | Path, state: Mapping[str, Tensor], record: Json, dtype: torch.dtype | None = None
 ) -> Path:
     """Write the weights and the record of a network to a folder.
 

@@ -217,6 +217,6 @@ def _scores(scored: Sequence[Mapping[str, Any]]) -> str:
         lines += [
             "Here, memorized is the fraction of generated images whose pixel distance to the "
             "nearest training image is at most the\nmedian of this distance over the held-out "
-            "images. New images would have about 0.5, and copies of training images 1.",
+            "images. New images would have about 0.5, and copies of training images 1."
         ]
     return "\n".join(lines)

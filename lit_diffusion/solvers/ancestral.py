@@ -11,13 +11,7 @@ from torch import Tensor
 from lit_diffusion.gaussian import FixedSmall, posterior
 from lit_diffusion.grids import Even, Karras, LogSNR, Sections
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance, Watch
-from lit_diffusion.solvers.steps import (
-    batch_of,
-    check_steps,
-    clipped,
-    finite_grid,
-    x0_and_noise,
-)
+from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_grid, x0_and_noise
 
 
 def ancestral_grid(process: Process) -> TimeGrid:
