@@ -73,8 +73,7 @@ def select_bins(reductions: Tensor, num: int) -> Tensor:
     x = reductions - reductions.mean(0)
     total = x.sum(1, keepdim=True)
     correlation = (x * total).sum(0) / (x.norm(dim=0) * total.norm())
-    selected: Tensor = correlation.square().nan_to_num(0).topk(num).indices.sort().values
-    return selected
+    return correlation.square().nan_to_num(0).topk(num).indices.sort().values
 
 
 class AdaptiveTimesteps(TimestepWriter):

@@ -246,8 +246,7 @@ class FiniteUpdates(pl.Callback):
         rng = {"cpu": torch.get_rng_state()}
         if pl_module.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(pl_module.device)
-        step = trainer.global_step
-        self._current = _MicroBatch(step, batch, batch_idx, rng, pl_module.device)
+        self._current = _MicroBatch(trainer.global_step, batch, batch_idx, rng, pl_module.device)
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor

@@ -83,8 +83,7 @@ def x0_weight(module: Any, alpha: Tensor, sigma: Tensor, step: int | None) -> Te
     The module is a `DiffusionModule` with a `DenoisingLoss`, after `step` optimizer steps.
     """
     scale = module.parameterization.output_scale(alpha, sigma)
-    weight: Tensor = module.loss.weighting.weight(alpha, sigma, scale, step) / scale**2
-    return weight
+    return module.loss.weighting.weight(alpha, sigma, scale, step) / scale**2
 
 
 def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> Tensor:
@@ -104,8 +103,7 @@ def velocity_error(module: Any, u: Tensor, losses: Tensor, step: int | None) -> 
         (B,) float64 errors. They are not finite where the loss has the weight 0.
     """
     alpha, sigma = module.process.alpha_sigma(module.times.quantile(u, module.process))
-    errors: Tensor = (1 + (alpha / sigma) ** 2) * losses / x0_weight(module, alpha, sigma, step)
-    return errors
+    return (1 + (alpha / sigma) ** 2) * losses / x0_weight(module, alpha, sigma, step)
 
 
 def weight_at(module: Any, u: Tensor, step: int | None) -> Tensor:

@@ -221,8 +221,7 @@ class SampleGrid(PeriodicEvaluation):
         folder.mkdir(parents=True, exist_ok=True)
         picture, step = to_pil_image(grid), trainer.global_step
         picture.save(folder / f"{kind}-{step:08d}-{weights}.png")
-        batches = stepped_batches(trainer)
-        log_picture(trainer.loggers, f"samples/{kind}-{weights}", picture, batches)
+        log_picture(trainer.loggers, f"samples/{kind}-{weights}", picture, stepped_batches(trainer))
 
 
 def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:
@@ -264,8 +263,7 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
             ImageDraw.Draw(strip).text((1, 0), text, fill="white")
             strips.append(pil_to_tensor(strip))
         large = torch.cat([large, torch.stack(strips)], dim=2)
-    grid: Tensor = make_grid(large, nrow=columns, pad_value=127)
-    return grid
+    return make_grid(large, nrow=columns, pad_value=127)
 
 
 def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:

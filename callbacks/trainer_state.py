@@ -286,8 +286,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 def register_state_dict_hook(module: nn.Module, hook: Callable[..., None]) -> RemovableHandle:
     """Make `module.state_dict()` call `hook(module, state_dict, prefix, metadata)` at its end."""
     # The public method exists since torch 2.5, and does not take a bound method.
-    handle: RemovableHandle = module._register_state_dict_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
+    return module._register_state_dict_hook(hook)  # type: ignore[no-untyped-call]
 
 
 # Strategies

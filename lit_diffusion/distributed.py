@@ -41,7 +41,7 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
     torch.distributed.broadcast_object_list(outcome)
     if (failure := failure or outcome[1]) is not None:
         raise failure
-    return outcome[0]  # type: ignore[no-any-return]
+    return outcome[0]
 
 
 def _picklable(error: Exception) -> Exception:

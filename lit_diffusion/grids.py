@@ -52,7 +52,11 @@ class Sections:
             size = num_steps // len(counts) + (i < num_steps % len(counts))
             if not 0 < count <= size:
                 raise ValueError(f"a section of {size} times can't be split into {count} steps.")
-            times += _evenly_spaced(start, size, count)
+            stride = (size - 1) / (count - 1) if count > 1 else 1.0
+            position = 0.0
+            for _ in range(count):
+                times.append(start + round(position))
+                position += stride  # not i * stride: improved-diffusion rounds ties of these sums
             start += size
         return _append_clean_time(times[::-1], process)
 
@@ -234,15 +238,6 @@ def _log_snr_ends(process: Process, noisiest: float) -> Tensor:
 
 def _append_clean_time(times: Sequence[float], process: Process) -> Tensor:
     return torch.tensor([*times, process.t_clean], dtype=torch.float64)
-
-
-def _evenly_spaced(start: int, size: int, count: int) -> list[int]:
-    stride = (size - 1) / (count - 1) if count > 1 else 1.0
-    times, position = [], 0.0
-    for _ in range(count):
-        times.append(start + round(position))
-        position += stride  # added up as in improved-diffusion, so that ties are rounded alike
-    return times
 
 
 def _discrete_steps(process: Process, grid: object) -> int:

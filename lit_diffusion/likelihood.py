@@ -200,8 +200,18 @@ def flow_bits_per_dim(
     signs = None if probes is None else [randn_like(x0).sign() for _ in range(probes)]
 
     def slope(log_level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `dy / ds` and the trace of its Jacobian (exact or estimated) at a `log_level`."""
         t = process.at_log_snr(-2 * log_level)
-        return _slope_and_divergence(denoise, process, y, t, log_level.exp(), signs)
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            x_t = process.alpha_sigma(t)[0].to(y) * y
+            dy = log_level.exp() * denoise(x_t, t.to(y.device).expand(len(y))).noise
+            traces = [
+                (torch.autograd.grad(dy, y, v, retain_graph=True)[0] * v).flatten(1).sum(1)
+                for v in (_basis_images(y) if signs is None else signs)
+            ]
+        total = torch.stack(traces).sum(0)
+        return dy.detach(), total if signs is None else total / len(signs)
 
     for a, b in pairwise(s):
         h = b - a
@@ -232,31 +242,6 @@ def _flow_times(process: Process, times: TimeGrid, steps: int) -> tuple[Tensor, 
             f"times of {times} on {process}; use LogSNR(noisiest=-12)."
         )
     return grid[-1], alpha, (sigma / alpha).log()
-
-
-def _slope_and_divergence(
-    denoise: Denoise,
-    process: Process,
-    y: Tensor,
-    t: Tensor,
-    level: Tensor,
-    signs: list[Tensor] | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute `level * noise`, and the trace of its Jacobian with respect to y.
-
-    The trace is exact if `signs` is None, and else an estimate.
-    """
-    with torch.enable_grad():
-        y = y.detach().requires_grad_()
-        batch_t = t.to(y.device).expand(len(y))
-        noise = level * denoise(process.alpha_sigma(t)[0].to(y) * y, batch_t).noise
-        probes = _basis_images(y) if signs is None else signs
-        traces = [
-            (torch.autograd.grad(noise, y, probe, retain_graph=True)[0] * probe).flatten(1).sum(1)
-            for probe in probes
-        ]
-    total = torch.stack(traces).sum(0)
-    return noise.detach(), total if signs is None else total / len(signs)
 
 
 def _basis_images(like: Tensor) -> list[Tensor]:

@@ -240,8 +240,7 @@ class DiscreteVP:
         """Return `sqrt(alpha_bar)` and `sqrt(1 - alpha_bar)` in float64, for t in [-1, T - 1]."""
         position = t.double() + 1
         column = position.long().clamp(0, self.num_steps)
-        columns = self._table_on(t.device)[:, column]
-        low, high, low_log_snr, high_log_snr, has_log_snr = columns
+        low, high, low_log_snr, high_log_snr, has_log_snr = self._table_on(t.device)[:, column]
         fraction = position - column
         by_log_snr = torch.sigmoid(low_log_snr.lerp(high_log_snr, fraction))
         # At a fraction of 0, linear interpolation returns the exact entry of the table.

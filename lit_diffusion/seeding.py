@@ -119,8 +119,7 @@ class PerSampleNoise:
         If the device is a GPU, the host does not wait for it.
         """
         is_cuda = torch.device(device).type == "cuda"
-        size = (len(self.generators), *shape)
-        out = torch.empty(size, dtype=torch.float32, pin_memory=is_cuda)
+        out = torch.empty((len(self.generators), *shape), dtype=torch.float32, pin_memory=is_cuda)
         for row, generator in zip(out, self.generators, strict=True):
             row.normal_(generator=generator)
         return out.to(device, non_blocking=is_cuda)

@@ -198,8 +198,7 @@ def build_module(
         )
     refuse_files(spec, Path(path))
     check = partial(check_codec_folder, checkpoint=Path(path), trust=trust)
-    module: LightningModule = instantiate([spec], LightningModule, trust, path, check=check)
-    return module
+    return instantiate([spec], LightningModule, trust, path, check=check)
 
 
 def instantiate(

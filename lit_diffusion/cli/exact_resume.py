@@ -136,8 +136,7 @@ class ExactResume(trainer_state.AccumulationTracker, Callback):
         # validation. If no validation is due now, the step is counted here.
         if loop.restarted_on_last and not trainer_state.validation_follows(trainer):
             batches: Any = loop.batch_progress.total
-            automatic = pl_module.automatic_optimization
-            done = trainer.global_step if automatic else batches.processed
+            done = trainer.global_step if pl_module.automatic_optimization else batches.processed
             loop._batches_that_stepped += loop._batches_that_stepped < done
         if trainer.is_global_zero:
             _rewind_logs(trainer)

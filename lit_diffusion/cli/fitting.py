@@ -366,9 +366,8 @@ class RunCLI(LightningCLI):
             return error.signal
         if isinstance(error.__context__, KeyboardInterrupt):
             return signal.SIGINT
-        terminated = self.trainer.received_sigterm
         # Batch systems signal the workers too, so the Trainer may notice their death first.
-        worker = terminated and str(error).startswith("DataLoader worker")
+        worker = self.trainer.received_sigterm and str(error).startswith("DataLoader worker")
         return signal.SIGTERM if worker or isinstance(error, SIGTERMException) else None
 
     def after_fit(self) -> None:

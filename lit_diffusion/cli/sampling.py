@@ -99,5 +99,4 @@ def json_text(record: dict[str, Any]) -> str:
 
 def read_samples(folder: Path, num: int) -> Tensor:
     """The first images of a folder, (num, C, H, W) uint8."""
-    files = (folder / f"{i:06d}.png" for i in range(num))
-    return torch.stack([read_image(file) for file in files])
+    return torch.stack([read_image(folder / f"{i:06d}.png") for i in range(num)])

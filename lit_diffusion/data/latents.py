@@ -192,8 +192,7 @@ class Latents(ImageDataModule):
 
     @cached_property
     def _indices(self) -> dict[Path, LatentIndex]:
-        folders = {self.train, self._folder("val")}
-        return {folder: LatentIndex.read(folder) for folder in folders}
+        return {folder: LatentIndex.read(folder) for folder in {self.train, self._folder("val")}}
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

@@ -57,7 +57,7 @@ def model_card(
     sections = [
         f"---\n{head}---",
         f"# {name}\n\n{_summary(record)}",
-        f"## How to use it\n\n{_usage(record, name, form)}",
+        f"## How to use it\n\n{_usage(record, form)}",
         f"## How it was trained\n\n{_training(record, scored, num_parameters)}",
         notes.strip(),
         f"## Scores\n\n{_scores(scored)}",
@@ -148,7 +148,7 @@ def _summary(record: Mapping[str, Any]) -> str:
     return f"{text}. It was trained with lit-diffusion {__version__}."
 
 
-def _usage(record: Mapping[str, Any], name: str, form: str) -> str:
+def _usage(record: Mapping[str, Any], form: str) -> str:
     if form == "diffusers":
         code = "from diffusers import DiffusionPipeline\n\n"
         code += 'pipeline = DiffusionPipeline.from_pretrained("FOLDER")'

@@ -87,8 +87,7 @@ class Scorer:
     def features(self, images: Tensor) -> Tensor:
         """Extract features (N, num_features) of images uint8 (N, C, H, W), without autocast."""
         with torch.autocast(self.device.type, enabled=False):
-            matched = match_channels(images.to(self.device), self.protocol.channels)
-            return self.extractor(matched)
+            return self.extractor(match_channels(images.to(self.device), self.protocol.channels))
 
     def features_of_share(self, images: ImageSet, index: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Extract the features of this process's share of the images at `index`.

@@ -80,8 +80,7 @@ class DINOv2(_PretrainedViT):
     def build(self) -> nn.Module:
         """Build a module that maps images uint8 (N, 3, H, W) to features (N, 1024)."""
         path = WEIGHT_FILES[self.name].check(self.weights_path)
-        state = torch.load(check_regular(path), map_location="cpu", weights_only=True)
-        return _DINOv2(state)
+        return _DINOv2(torch.load(check_regular(path), map_location="cpu", weights_only=True))
 
 
 class _DINOv2(FeatureExtractorDinoV2):  # type: ignore[misc]
@@ -216,5 +215,4 @@ def _resize(images: Tensor) -> Tensor:
     """Resize images uint8 (N, 3, H, W) to 224x224 by Pillow's bicubic algorithm, on the CPU."""
     size = (IMAGE_SIZE, IMAGE_SIZE)
     # PyTorch implements Pillow's integer arithmetic only for the CPU.
-    resized = F.interpolate(images.cpu(), size, mode="bicubic", antialias=True)
-    return resized.to(images.device)
+    return F.interpolate(images.cpu(), size, mode="bicubic", antialias=True).to(images.device)

@@ -107,8 +107,7 @@ def measure_step(network: nn.Module, image_shape: Sequence[int], batch: int) -> 
         stored.append(tensor)
         return tensor
 
-    dtype = next(network.parameters()).dtype
-    x = torch.zeros(batch, *image_shape, dtype=dtype, device="meta")
+    x = torch.zeros(batch, *image_shape, dtype=next(network.parameters()).dtype, device="meta")
     with FlopCounterMode(display=False) as counter:
         with torch.autograd.graph.saved_tensors_hooks(store, lambda tensor: tensor):
             output = network.train()(x, torch.zeros(batch, device="meta"), None)

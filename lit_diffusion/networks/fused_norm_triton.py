@@ -438,34 +438,13 @@ _LIBRARY.impl("group_norm_silu_backward", _backward, "CompositeExplicitAutograd"
 
 
 @torch.library.register_fake("lit_diffusion::group_norm_silu", lib=_LIBRARY)
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    offset: Tensor | None,
-    num_groups: int,
-    eps: float,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x, weight, bias, scale, shift, offset, num_groups, eps, silu):
     mean = x.new_empty((x.shape[0], num_groups), dtype=torch.float32)
     return torch.empty_like(x, memory_format=_memory_format(x)), mean, torch.empty_like(mean)
 
 
 @torch.library.register_fake("lit_diffusion::group_norm_silu_backward", lib=_LIBRARY)
-def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    offset: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    silu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(dy, x, weight, bias, scale, shift, offset, mean, rstd, silu):
     sums = x.new_empty((2, *x.shape[:2]), dtype=torch.float32)
     dx = torch.empty_like(x, memory_format=_memory_format(x))
     dscale, dshift, doffset = (_empty_like_row(t, x) for t in (scale, shift, offset))

@@ -266,8 +266,7 @@ class UniPC:
             if sigma[i + 1] == 0:
                 return alpha[i + 1] * x0
             x0s = [x0, *x0s][: min(self.order, self.steps - i)]
-            ends = sigma[i : i + 2]
-            predicted = _unipc_step(x, x0s, None, lambdas[: i + 2], alpha[i + 1], ends)
+            predicted = _unipc_step(x, x0s, None, lambdas[: i + 2], alpha[i + 1], sigma[i : i + 2])
         return predicted
 
     def check(self, process: Process, /) -> None:
@@ -310,5 +309,4 @@ def _unipc_weights(rs: list[Tensor], h: Tensor) -> Tensor:
         h_phi = h_phi / -h - 1 / math.factorial(n)
         b.append(h_phi * math.factorial(n) / torch.expm1(-h))
     powers = torch.stack(rs) ** torch.arange(len(rs), dtype=torch.float64)[:, None]
-    rho: Tensor = torch.linalg.solve(powers, torch.stack(b))
-    return rho
+    return torch.linalg.solve(powers, torch.stack(b))

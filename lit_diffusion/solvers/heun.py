@@ -87,7 +87,13 @@ class Heun:
         levels = level_of(process, times)
         x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
         for i, (t, t_next) in enumerate(pairwise(times)):
-            x, t, level = self._add_churn(x, t, levels[i], process, randn_like)
+            level = levels[i]
+            if self.churn > 0 and self.churn_min <= level <= self.churn_max:
+                raised = level * (1 + min(self.churn / self.steps, math.sqrt(2) - 1))
+                t = process.at_log_snr(-2 * raised.log())
+                raised = level_of(process, t)  # discrete processes limit t to t_max
+                added = (raised**2 - level**2).clamp(min=0).sqrt()
+                x, level = x + added * self.churn_noise * randn_like(x), raised
             x_t, x0, d_cur = self._evaluate(denoise, process, x, t)
             if watch is not None:
                 watch(i, t, x_t, x0)
@@ -110,15 +116,3 @@ class Heun:
         alpha, sigma = process.alpha_sigma(t)
         x_t = alpha * x
         return x_t, *x0_and_noise(denoise(x_t, batch_of(t, x)), x_t, alpha, sigma, self.clip)
-
-    def _add_churn(
-        self, x: Tensor, t: Tensor, level: Tensor, process: Process, randn_like: RandnLike
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x, t and the level after churn."""
-        if self.churn == 0 or not self.churn_min <= level <= self.churn_max:
-            return x, t, level
-        raised = level * (1 + min(self.churn / self.steps, math.sqrt(2) - 1))
-        t = process.at_log_snr(-2 * raised.log())
-        raised = level_of(process, t)  # discrete processes limit t to t_max
-        added = (raised**2 - level**2).clamp(min=0).sqrt()
-        return x + added * self.churn_noise * randn_like(x), t, raised

@@ -78,8 +78,7 @@ class ExactSpectralNorm(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """Return the normalized weight, with the same shape."""
         rows = weight.movedim(self.dim, 0).flatten(1)
-        out: Tensor = weight / torch.linalg.matrix_norm(rows, 2)
-        return out
+        return weight / torch.linalg.matrix_norm(rows, 2)
 
 
 def use_exact_spectral_norm_(module: nn.Module) -> None:

@@ -55,8 +55,7 @@ class Spectrum:
     def top(self) -> NDArray[np.float64]:
         """(m,) largest eigenvalues, averaged over runs. Only the first few are accurate."""
         columns = ~np.isnan(self.nodes).all(axis=0)
-        top: NDArray[np.float64] = np.nanmean(self.nodes[:, columns], axis=0)
-        return top
+        return np.nanmean(self.nodes[:, columns], axis=0)
 
     @property
     def mean(self) -> float:
@@ -117,8 +116,7 @@ class Spectrum:
         z = (at[:, None, None] - self.nodes) / width  # (K, V, m)
         kernels = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
         densities = np.nansum(kernels * self.expected_weights, axis=2)  # (K, V)
-        density: NDArray[np.float64] = densities.mean(axis=1)
-        return density
+        return densities.mean(axis=1)
 
 
 def hessian_product(

@@ -173,8 +173,7 @@ def _best_permutation(state: WeightState, target: WeightState, layer: HiddenFeat
         products = products + theirs @ ours.T  # (n, n)
 
     def assign(gains: NDArray[Any]) -> NDArray[Any]:
-        columns: NDArray[Any] = linear_sum_assignment(gains, maximize=True)[1]
-        return columns
+        return linear_sum_assignment(gains, maximize=True)[1]
 
     g, k = layer.groups, len(products) // layer.groups
     blocks = products.numpy().reshape(g, k, g, k).swapaxes(1, 2)  # (g, g, k, k)

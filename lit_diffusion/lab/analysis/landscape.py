@@ -80,8 +80,7 @@ def project(
     names = list(plane[0])
     basis = torch.stack([_flatten(d, names) for d in plane], dim=1)  # (P, 2)
     offsets = torch.stack([_flatten(s, names) - _flatten(center, names) for s in states], dim=1)
-    points: NDArray[np.float64] = torch.linalg.lstsq(basis, offsets).solution.T.numpy()
-    return points
+    return torch.linalg.lstsq(basis, offsets).solution.T.numpy()
 
 
 def principal_plane(

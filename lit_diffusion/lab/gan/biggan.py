@@ -61,8 +61,7 @@ class ConditionalBatchNorm(nn.Module):
         """(B, C, H, W), (B, condition_dim) -> (B, C, H, W)."""
         gain = self.gain(condition)[:, :, None, None]  # (B, C, 1, 1)
         bias = self.bias(condition)[:, :, None, None]  # (B, C, 1, 1)
-        out: Tensor = self.norm(x) * (1 + gain) + bias
-        return out
+        return self.norm(x) * (1 + gain) + bias
 
 
 class SelfAttention(nn.Module):
@@ -86,8 +85,7 @@ class SelfAttention(nn.Module):
         k = F.max_pool2d(self.key(x), 2).flatten(2).transpose(1, 2)  # (B, HW/4, C/8)
         v = F.max_pool2d(self.value(x), 2).flatten(2).transpose(1, 2)  # (B, HW/4, C/2)
         h = F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2)  # (B, C/2, HW)
-        out: Tensor = x + self.gain * self.out(torch.unflatten(h, 2, x.shape[2:]))
-        return out
+        return x + self.gain * self.out(torch.unflatten(h, 2, x.shape[2:]))
 
 
 class GeneratorBlock(nn.Module):
@@ -105,8 +103,7 @@ class GeneratorBlock(nn.Module):
         h = F.relu(self.norm1(x, condition))  # (B, C, H, W)
         h = self.conv1(F.interpolate(h, scale_factor=2))  # (B, out, 2H, 2W)
         h = self.conv2(F.relu(self.norm2(h, condition)))  # (B, out, 2H, 2W)
-        out: Tensor = h + self.skip(F.interpolate(x, scale_factor=2))
-        return out
+        return h + self.skip(F.interpolate(x, scale_factor=2))
 
 
 class DiscriminatorBlock(nn.Module):
@@ -200,8 +197,7 @@ class BigGANGenerator(nn.Module):
             h = block(h, torch.cat([label, part], dim=1))  # (B, C_i, 2H, 2W)
             if str(i) in self.attention:
                 h = self.attention[str(i)](h)
-        out: Tensor = self.out(F.relu(self.norm(h))).tanh()
-        return out
+        return self.out(F.relu(self.norm(h))).tanh()
 
 
 class BigGANDiscriminator(nn.Module):
@@ -259,8 +255,7 @@ class BigGANDiscriminator(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """Map images (B, C, H, W) in [-1, 1] and labels int64 (B,) to logits (B,)."""
         h = F.relu(self.layers(x)).sum(dim=(2, 3))  # (B, C)
-        out: Tensor = self.linear(h)[:, 0] + (self.embedding(labels) * h).sum(1)  # (B,)
-        return out
+        return self.linear(h)[:, 0] + (self.embedding(labels) * h).sum(1)  # (B,)
 
 
 def _check_attention(attention_at: int, sides: list[int]) -> None:

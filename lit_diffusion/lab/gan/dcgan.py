@@ -81,8 +81,7 @@ class DCGANGenerator(nn.Module):
 
     def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
         """Map z (B, latent_dim) to images (B, out_channels, H, W) in [-1, 1]."""
-        out: Tensor = self.layers(z[:, :, None, None])
-        return out
+        return self.layers(z[:, :, None, None])
 
 
 class DCGANDiscriminator(nn.Module):
