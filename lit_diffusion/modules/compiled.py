@@ -41,8 +41,10 @@ def check_accumulation(mode: CompileMode, device: torch.device, micro_batches: i
         )
 
 
-def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = False) -> None:
+def compile_network(network: nn.Module, mode: CompileMode | None, by_block: bool = False) -> None:
     """Compile a network, or each of its blocks, in place. Compilation starts at the next call.
+
+    With the mode None, the network runs eagerly again.
 
     Tensor sizes are constants of a compiled graph, unless `run_compiled` marks them as dynamic. By
     default, torch would compile a slower graph with dynamic sizes as soon as the size of a tensor
@@ -58,7 +60,7 @@ def compile_network(network: nn.Module, mode: CompileMode, by_block: bool = Fals
         ['weight', 'bias']
     """
     for part in network_blocks(network) if by_block else (network,):
-        part.compile(mode=mode, dynamic=False)
+        part.compile(mode=mode, dynamic=False, disable=mode is None)
 
 
 # The first call also traces the backward pass. By default, torch traces it under the autocast of

@@ -242,13 +242,18 @@ class DiffusionModule(LightningModule):
             compiled.check_accumulation(mode, device, max(factors))
             self.compile_network(mode, isinstance(self.trainer.strategy, ModelParallelStrategy))
 
-    def compile_network(self, mode: CompileMode = "default", by_block: bool = False) -> None:
+    def teardown(self, stage: str) -> None:
+        """After a fit with `compile`, let the network run eagerly again."""
+        if stage == "fit" and self._fit_compile_mode is not None:
+            self.compile_network(None, isinstance(self.trainer.strategy, ModelParallelStrategy))
+
+    def compile_network(self, mode: CompileMode | None = "default", by_block: bool = False) -> None:
         """Compile the network in place, when it is called the next time.
 
         This method is for sampling. For training, set the argument `compile` of the module instead.
 
         Args:
-            mode: mode of `torch.compile`.
+            mode: mode of `torch.compile`. None lets the network run eagerly again.
             by_block: whether to compile each block of the network separately.
         """
         compiled.check_mode(mode)

@@ -32,7 +32,7 @@ def _graphs_of_other_tests_are_forgotten():
 
 
 def is_compiled(module):
-    return module.network._compiled_call_impl is not None
+    return module.network._compiled_call_impl not in (None, module.network._call_impl)
 
 
 @pytest.mark.parametrize("mode", ["", True, "max-autotune-no-cudagraphs"])
@@ -54,11 +54,20 @@ def test_only_a_fit_compiles(tmp_path):
     module.generate([0])
     make_trainer(tmp_path).validate(module, data, verbose=False)
     assert not is_compiled(module)
-    make_trainer(tmp_path, max_steps=0).fit(module, data)
-    assert is_compiled(module)
-    assert list(module.state_dict()) == list(tiny_diffusion().state_dict())
-    assert not is_compiled(copy.deepcopy(module))
-    assert pickle.loads(pickle.dumps(module.network))._compiled_call_impl is None
+
+    def check(trainer, pl_module):
+        assert is_compiled(module)
+        assert list(module.state_dict()) == list(tiny_diffusion().state_dict())
+        assert not is_compiled(copy.deepcopy(module))
+        assert pickle.loads(pickle.dumps(module.network))._compiled_call_impl is None
+        checked.append(pl_module)
+
+    checked = []
+    make_trainer(tmp_path, LambdaCallback(on_fit_start=check), max_steps=0).fit(module, data)
+    assert checked == [module]
+    assert not is_compiled(module)
+    module.generate([0])
+    assert counters["stats"]["unique_graphs"] == 0
 
 
 @pytest.fixture
