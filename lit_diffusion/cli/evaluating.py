@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lit_diffusion.checkpoints.averages import average_names, read_power_averages, select_weights
+from lit_diffusion.checkpoints.averages import average_names, read_power_averages
 from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.generator import load_generator
@@ -151,7 +151,7 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
 
     Raises:
         ValueError: if --out or --weights is set, or if a width cannot be reconstructed from the
-            run. The error is raised before any width is scored.
+            run, or from the run of --weaker. The error is raised before any width is scored.
     """
     sampling = options.sampling
     if options.out:
@@ -168,7 +168,7 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
         )
     weights = {width: f"power_{width:g}" for width in sorted(set(widths))}
     for name in weights.values():
-        select_weights(checkpoint, name, file)
+        load_generator(replace(sampling, weights=name, device="cpu"))
     require_lab()
     root = run_of(file) or file.parent
     records: dict[float, dict[str, Any]] = {}

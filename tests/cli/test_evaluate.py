@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -313,7 +314,9 @@ def test_a_record_names_no_extractor_outside_of_its_run_folder(run):
 
 def test_what_widths_exclude_is_refused_before_any_is_scored(power_run, capsys, monkeypatch):
     write_small_digits(Path("plain/checkpoints/last.ckpt"))
+    shutil.copytree("run/checkpoints", "weak/checkpoints")  # without snapshots
     for command, message in {
+        f"{WIDTHS} --ema 0.05,0.13 --weaker weak": "cannot be reconstructed from 0 snapshots",
         f"{WIDTHS} --ema 0.05,0.27": "width 0.27 at step 9 cannot be reconstructed",
         f"{WIDTHS} --ema 0.05 --out fake": "leave out --out.",
         f"{WIDTHS} --ema 0.05 --weights raw": "leave out --weights raw.",
