@@ -236,7 +236,8 @@ class EMA(pl.Callback):
       a GradScaler skips.
     - Validation, test and predict use the averages with the first decay, and swap the raw weights
       back in when they end. Inside the context `weights(name)`, they use the weights called `name`
-      instead. Before the first update of the averages, the raw weights are used everywhere.
+      instead. Before step `every_n_steps`, which has the first update of the averages, the raw
+      weights are used everywhere. Averages in a checkpoint of an earlier step are not used either.
     - `LightningModule.state_dict()` returns the raw weights, even while averages are swapped in.
       Every checkpoint therefore contains the raw weights. To read the averages while they are
       swapped in, read the module's parameters. Checkpoints also contain all averages, in
