@@ -220,7 +220,8 @@ def fit_on_a_gpu(folder, mode):
     options = {"accelerator": "gpu", "max_epochs": 2, "val_check_interval": 3}
     trainer = make_trainer(folder, ema, FiniteUpdates(), **options)
     trainer.fit(module, images(32, 4), images(8, 4))
-    samples = module.to("cuda").generate(range(3)).float().cpu()
+    module.to("cuda").compile_network(mode)
+    samples = module.generate(range(3)).float().cpu()
     return module.cpu().state_dict(), ema.state_dict(), trainer.callback_metrics, samples
 
 
