@@ -78,7 +78,15 @@ class ExactSpectralNorm(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         """Return the normalized weight, with the same shape."""
         rows = weight.movedim(self.dim, 0).flatten(1)
-        return weight / torch.linalg.matrix_norm(rows, 2)
+        gram = rows @ rows.T if rows.shape[0] <= rows.shape[1] else rows.T @ rows
+        values, vectors = torch.linalg.eigh(gram.detach())
+        others, top = vectors[:, :-1], vectors[:, -1]
+        gaps = values[-1] - values[:-1]
+        gaps = gaps.where(gaps > 0, torch.inf)  # a repeated largest value has no derivative
+        # This Newton step is 0, but its derivative is that of the eigenvector. In contrast to the
+        # second derivative of svdvals, it is finite if the other singular values are equal.
+        top = top + others @ (others.T @ gram @ top / gaps)
+        return weight / (top @ gram @ top / top.square().sum()).sqrt()
 
 
 def use_exact_spectral_norm_(module: nn.Module) -> None:

@@ -330,7 +330,8 @@ def check_second_derivative(
     """Raise ValueError if autograd's Hessian disagrees with finite differences of gradients."""
     rule = (
         "a part of the network has no second derivative, such as a fused attention, or gradients "
-        "jump, as with ReLU. Use plain operations, or pass --kinks to ignore the jumps"
+        "jump, as with ReLU, or with a spectral norm whose largest singular value is repeated. "
+        "Use plain operations, or pass --kinks to ignore the jumps"
     )
     try:
         error = finite_difference_error(loss, parameters)

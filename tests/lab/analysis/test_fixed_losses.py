@@ -68,6 +68,28 @@ def test_the_norm_is_a_part_of_the_curvature():
     torch.testing.assert_close(hessian_product(loss, module.parameters())[1], exact)
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3)])
+@pytest.mark.parametrize("others", [(2.0, 1.0), (1.0, 1.0), (0.0, 0.0)])
+def test_smaller_singular_values_may_be_equal(shape, others):
+    module = spectral_norm(nn.Linear(*shape[::-1], bias=False).double())
+    use_exact_spectral_norm_(module)
+    w = module.parametrizations["weight"].original
+    w.data = torch.zeros_like(w)
+    w.data.diagonal().copy_(torch.tensor([3.0, *others]))
+    x = torch.randn(9, shape[1], generator=torch.Generator().manual_seed(0)).double()
+    assert finite_difference_error(lambda: module(x).tanh().square().sum(), [w]) < 1e-5
+
+
+def test_a_repeated_largest_singular_value_has_a_norm_but_no_hessian():
+    module = spectral_norm(nn.Linear(3, 3, bias=False).double())
+    use_exact_spectral_norm_(module)
+    w = module.parametrizations["weight"].original
+    w.data = 3 * torch.eye(3).double()
+    torch.testing.assert_close(module.weight, torch.eye(3).double())
+    loss = lambda: module(torch.arange(3.0).double()).square().sum()  # noqa: E731
+    assert finite_difference_error(loss, [w]) > 0.1
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
     path = tmp_path_factory.mktemp("a") / "checkpoints/last.ckpt"
