@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from lit_diffusion.networks.layers import width_factor
 from lit_diffusion.networks.unet import UNet
 
 Json = dict[str, Any]
@@ -117,7 +118,7 @@ def from_config(config: Mapping[str, Any]) -> Json:
         "in_channels": config.get("in_channels", 3),
         "out_channels": config.get("out_channels", 3),
         "model_channels": widths[0],
-        "channel_mult": [width / widths[0] for width in widths],
+        "channel_mult": [width_factor(width, widths[0]) for width in widths],
         "num_res_blocks": config.get("layers_per_block", 2),
         "attention_downsample": [2**i for i, attend in enumerate(has_attention) if attend],
         "num_heads": 1,

@@ -26,6 +26,7 @@ from lit_diffusion.interchange.exported import (
 )
 from lit_diffusion.networks.conditions import Classes
 from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.layers import width_factor
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 
@@ -221,7 +222,7 @@ def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
         names = [f"{start}.0.in_layers.2.weight" for start in level_starts]
         if num_inputs % per_level or not state.keys() >= set(names):
             continue
-        mults = [len(state[name]) / fixed["model_channels"] for name in names]
+        mults = [width_factor(len(state[name]), fixed["model_channels"]) for name in names]
         has_attention = [f"{start}.1.qkv.weight" in state for start in level_starts]
         arguments = fixed | {
             "num_res_blocks": per_level - 1,
@@ -246,7 +247,7 @@ def _infer_transformer(state: State, embed: str, head: str, blocks: str) -> tupl
         "out_channels": len(state[f"{head}.weight"]) // patch**2,
         "patch_size": patch,
         "width": width,
-        "mlp_ratio": len(state[f"{blocks}.0.mlp.fc1.weight"]) / width,
+        "mlp_ratio": width_factor(len(state[f"{blocks}.0.mlp.fc1.weight"]), width),
     }, num_blocks
 
 

@@ -445,6 +445,12 @@ def check_levels(
             )
 
 
+def width_factor(width: int, base: int) -> float:
+    """Return a factor for which `int(factor * base)` is `width`, also after rounding to floats."""
+    factor = width / base
+    return factor if int(factor * base) == width else math.nextafter(factor, math.inf)
+
+
 def check_divisible(x: Tensor, levels: int, network: str) -> None:
     """Raise ValueError unless height and width of x (B, C, H, W) suit a U-Net with these levels."""
     reduction = 2 ** (levels - 1)

@@ -80,6 +80,12 @@ def test_a_network_of_diffusers_comes_in():
     assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_widths_survive_the_division_by_the_first():
+    assert int(480 / 352 * 352) == 479
+    config = to_config(BASE) | {"block_out_channels": [352, 480]}
+    assert UNet(**from_config(config)).widths == [352, 480]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -90,6 +90,11 @@ PUBLISHED = {
         {"image_size": 128, "out_channels": 1000, "channel_mult": [1, 1, 2, 3, 4]}
         | {"attention_downsample": [4, 8, 16], "head_channels": 64, **OLD},
     ),
+    "gd whose 480 / 352 * 352 is 479 in floats": (
+        UNet,
+        {"model_channels": 352, "channel_mult": [1, 1.3636363636363638], "num_res_blocks": 1}
+        | {"attention_downsample": [2], **OLD},
+    ),
 }
 
 
@@ -122,6 +127,10 @@ def test_the_arguments_of_a_dit_are_found():
     sizes = {"image_size": 32, "in_channels": 4, "out_channels": 8, "patch_size": 2, "width": 1152}
     more = {"mlp_ratio": 4, "depth": 28, "num_classes": 1000, "num_heads": 16}
     assert (network_class, arguments) == (DiT, sizes | more)
+    sizes = {"width": 352, "depth": 1, "num_heads": 4, "num_classes": 3, "mlp_ratio": 480.1 / 352}
+    state = meta(lambda: DiT(8, 1, 1, **sizes))
+    assert len(state["blocks.0.mlp.fc1.weight"]) == 480
+    infer(state, "dit", {"num_heads": 4})  # although int(480 / 352 * 352) is 479
 
 
 @pytest.mark.parametrize(
