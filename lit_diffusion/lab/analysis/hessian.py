@@ -260,7 +260,7 @@ def draw_spectra(spectra: Mapping[str, Spectrum], path: Path, note: str) -> None
     axes = figure.add_subplot(yscale="log")
     low = min(np.nanmin(each.nodes) for each in spectra.values())
     high = max(np.nanmax(each.nodes) for each in spectra.values())
-    width = (high - low) / 100
+    width = max(high - low, 1e-3 * abs(high)) / 100 or 0.01  # also if all values are equal
     at = np.linspace(low - 4 * width, high + 4 * width, 1000)
     densities = {name: each.density(at, width) for name, each in spectra.items()}
     most = max(density.max() for density in densities.values())

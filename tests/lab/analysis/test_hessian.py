@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from lit_diffusion.lab.analysis.hessian import (
+    Spectrum,
+    draw_spectra,
     estimate_spectrum,
     finite_difference_error,
     hessian_product,
@@ -52,6 +54,14 @@ def test_the_density_integrates_to_one_and_has_its_mass_where_the_eigenvalues_ar
     mass = spectrum.density(at, width=0.1) * (at[1] - at[0])
     assert mass.sum() == pytest.approx(1, abs=1e-6)
     assert mass[at > 2].sum() == pytest.approx(4 / 50, abs=1e-6)
+
+
+@pytest.mark.parametrize("values", [[2.0], [0.0], [-3.0, -3.0], [2.0, 2.0 + 4e-16]])
+def test_equal_eigenvalues_can_be_drawn(values, tmp_path):
+    weights = np.full((1, len(values)), 1 / len(values))
+    spectrum = Spectrum(10, np.array([values]), weights)
+    draw_spectra({"loss": spectrum}, tmp_path / "hessian.png", "note")
+    assert (tmp_path / "hessian.png").stat().st_size > 1000
 
 
 def test_the_spectrum_of_a_network_with_attention_is_that_of_its_dense_hessian():
