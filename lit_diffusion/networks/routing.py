@@ -63,7 +63,7 @@ class TokenRouting:
             raise ValueError(
                 f"at least one of the {num_patches} patches must not be routed, but "
                 f"fraction={self.fraction} is rounded to all of them; use at most "
-                f"{1 - 1 / num_patches:.3g}."
+                f"{1 - 1 / num_patches}."
             )
 
     def num_routed(self, num_patches: int) -> int:

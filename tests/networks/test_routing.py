@@ -210,10 +210,18 @@ def test_numbers_that_make_no_route_are_refused(arguments, message):
 
 @networks
 def test_one_patch_of_an_image_at_least_is_not_routed(name):
-    with pytest.raises(ValueError, match=r"fraction=0.97 is rounded to all .* at most 0.938"):
+    with pytest.raises(ValueError, match=r"fraction=0.97 is rounded to all .* at most 0.9375"):
         small(name, token_routing=TokenRouting(0.97, 1, 3))
     network = small(name, token_routing=TokenRouting(0.96, 1, 3))
     assert network(*batch(), condition("labels")).isfinite().all()
+
+
+@pytest.mark.parametrize("num_patches", [1, 3, 16, 4096, 10**6])
+def test_the_fraction_of_the_advice_routes_all_patches_but_one(num_patches):
+    with pytest.raises(ValueError, match="use at most") as refused:
+        TokenRouting(1 - 1e-9, 0, 1).check_network(2, num_patches)
+    advised = float(str(refused.value).split()[-1].removesuffix("."))
+    assert TokenRouting(advised, 0, 1).num_routed(num_patches) == num_patches - 1
 
 
 @networks
