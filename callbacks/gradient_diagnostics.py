@@ -18,6 +18,7 @@ from lit_diffusion.callbacks.evaluation import (
     require_noise_levels,
 )
 from lit_diffusion.callbacks.trainer_state import eval_mode, find_dtensor
+from lit_diffusion.distributed import total_norm
 from lit_diffusion.metrics.images import BatchKey
 from lit_diffusion.protocols import Condition, by_part
 
@@ -173,7 +174,8 @@ class GradientDiagnostics(PeriodicEvaluation):
         if self._weights_before:
             weights = [p.detach() for p in _trainable(pl_module)]
             update = [a - b for a, b in zip(weights, self._weights_before, strict=True)]
-            metrics["grad/update_ratio"] = _norm(update) / max(_norm(weights), 1e-30)
+            norm = max(total_norm(weights).item(), 1e-30)
+            metrics["grad/update_ratio"] = total_norm(update).item() / norm
             self._weights_before = []
         return metrics if trainer.is_global_zero else {}
 
@@ -196,7 +198,3 @@ def _half_gradients(
 
 def _trainable(module: LightningModule) -> list[Tensor]:
     return [p for p in module.parameters() if p.requires_grad]
-
-
-def _norm(tensors: list[Tensor]) -> float:
-    return float(torch.stack([t.float().norm() for t in tensors]).norm())
