@@ -81,7 +81,10 @@ class ContrastiveFlow:
             )
         x0, noise = batch.x0, batch.noise
         if len(x0) < 2:
-            raise ValueError("ContrastiveFlow needs at least 2 images per device, got 1.")
+            raise ValueError(
+                "ContrastiveFlow needs at least 2 images per device, got 1; use a larger "
+                "batch_size, and drop_last=True in your DataLoader."
+            )
         output = self.output.take()[:, : x0.shape[1]].to(x0.dtype)  # without learned variance
         shift = torch.randint(1, len(x0), (len(x0),), device=x0.device)
         other = (torch.arange(len(x0), device=x0.device) + shift) % len(x0)
