@@ -14,6 +14,7 @@ as muon+x0, are trained together.
   trained with their second best learning rate. Add the baseline ("") and the controls to --only.
 * recipe: ten seeds, for joined arms. They are tuned like single arms.
 * test: ten seeds that are used for nothing else, for the recipe and the baseline.
+* second-test: ten more of these seeds, for changes of the recipe and the baseline.
 
 --steps trains for another number of steps, which becomes a part of the arm's name.
 
@@ -50,6 +51,7 @@ SEEDS = {
     "confirmation": tuple(range(40, 50)),
     "recipe": tuple(range(11, 21)),
     "test": tuple(range(50, 60)),
+    "second-test": tuple(range(60, 70)),
 }
 LRS = (1e-3, 2e-3, 4e-3)
 EVALUATIONS = 5

@@ -3,9 +3,9 @@
     recipe_table.py docs/results/atlas-STAGE-{STUDY,TEXTBOOK}.csv [docs/results/atlas-TEXTBOOK.csv]
 
 The first table has the arms of the first file: scores and distances at the end of training, divided
-by those of the first arm in the second file. They are geometric means over seeds, with 95% intervals
-(paired t test on logarithms). The third file has runs of the textbook recipe with several numbers
-of steps. With it, a second table has, for each distance, the steps after which a run of the
+by those of the first arm in the second file. They are geometric means over seeds, with 95%
+intervals (paired t test on logarithms). The third file has runs of the textbook recipe with several
+numbers of steps. With it, a second table has, for each distance, the steps after which a run of the
 textbook recipe has the same distance, divided by the steps of the recipe.
 """
 
