@@ -18,12 +18,14 @@ from lit_diffusion.signals import print_error
 def launcher_rank_and_world_size() -> tuple[int, int]:
     """Return the rank and world size from the environment variables of torchrun or srun.
 
-    A batch script of SLURM without srun counts as one process, even if the job has several tasks.
+    In SLURM, only srun starts several processes. A batch script, and the shell that salloc starts,
+    count as one process, even if the job has several tasks.
     """
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"} <= os.environ.keys():
-        return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    # Not SLURM_NTASKS, which in the shell of salloc is the number of tasks of the whole job.
+    if {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= os.environ.keys():
+        return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_STEP_NUM_TASKS"])
     return 0, 1
 
 

@@ -15,7 +15,11 @@ from support.small_digits import small_digits
 from support.tiny_run import spec
 
 from lit_diffusion import load
-from lit_diffusion.cli.encoding import encode_shards, plan_shards
+from lit_diffusion.cli.encoding import (
+    encode_shards,
+    launcher_rank_and_world_size,
+    plan_shards,
+)
 from lit_diffusion.cli.generator import load_generator
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import LatentIndex, Latents
@@ -148,6 +152,28 @@ def content(out):
 def whole(source):
     assert encode(source, source / "whole") == 6
     return source / "whole"
+
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, (0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (0, 1)),  # batch script
+        (STEP | {"SLURM_NTASKS": "2"}, (1, 2)),  # srun
+        (STEP | {"RANK": "3", "WORLD_SIZE": "8"}, (3, 8)),  # torchrun
+        # The shell of `salloc -n 4`, which srun starts with --preserve-env.
+        (STEP | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (0, 1)),
+    ],
+)
+def test_a_process_has_a_share_only_if_a_launcher_started_several(monkeypatch, variables, place):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS", *STEP):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launcher_rank_and_world_size() == place
 
 
 def test_shards_hold_the_moments_of_the_crops_that_training_on_images_sees(source, whole):
