@@ -259,10 +259,11 @@ class RunCLI(LightningCLI):
             trainer = super().instantiate_trainer(plugins=plugins, **kwargs)
             trainer.run_folder = trainer.default_root_dir  # type: ignore[attr-defined]
         except MisconfigurationException as error:
-            if "No supported gpu backend" not in str(error):
+            if not re.search("No supported gpu backend|can not run on your system", str(error)):
                 raise
             raise ValueError(
-                "trainer.accelerator=gpu needs a GPU, but this machine has none; use auto or cpu."
+                f"trainer.accelerator={config.accelerator} is not available on this machine; use "
+                "auto or cpu."
             ) from None
         except RuntimeError as error:
             repeated = re.match(r"Found more than one stateful callback of type `(\w+)", str(error))

@@ -418,6 +418,8 @@ def usable_device(name: str | None) -> "torch.device":
         device = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, ImportError) as error:  # depends on how torch was built
         reason = str(error).split("\n")[0].rstrip(".")
+        if isinstance(error, NotImplementedError):  # a message of 1,500 characters
+            reason = "torch was built without it"
         fix = "try --device cpu"
         raise ValueError(f"--device {name} cannot be used here: {reason}; {fix}.") from error
     if device.type == "meta":

@@ -48,7 +48,7 @@ def _translate(outermost: str, innermost: str, class_path: str, options: list[st
     if m := re.match(r"unrecognized arguments:(.*)", innermost):
         words = m[1].split("=")[0].split()
         name = words[0] if words else m[1].strip()  # "" or "=5"
-        if name == "" or name[0] == "=":
+        if name in ("", "--") or name[0] == "=":
             return f"the argument {name!r} belongs to no option; remove it, or the space before =."
         if name.startswith("-"):
             return suggest(name.lstrip("-"), options, "there is no option")

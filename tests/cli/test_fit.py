@@ -304,6 +304,8 @@ def test_predicting_without_a_way_to_keep_it_is_refused(capsys):
 
 # Mistakes
 
+NO_MPS = pytest.mark.skipif(torch.backends.mps.is_available(), reason="MPS is available")
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -315,6 +317,12 @@ def test_predicting_without_a_way_to_keep_it_is_refused(capsys):
         ("--config number.yaml", "trainer must be settings such as 'max_steps: 1000', got 0.5."),
         ("--config misspelt.yaml", "'trainer.max_stepz'. Did you mean 'trainer.max_steps'?"),
         ("--ckpt_path=best", "there is no file best; name another"),
+        ("-- =x", "the argument '--' belongs to no option; remove it, or the space before =."),
+        pytest.param(
+            "--trainer.accelerator=mps",
+            "trainer.accelerator=mps is not available on this machine; use auto or cpu.",
+            marks=NO_MPS,
+        ),
         ("--trainer.default_root_dir=/proc/runs", "The run folder /proc/runs cannot be written"),
     ],
 )
