@@ -33,7 +33,7 @@ from lit_diffusion.cli.run_folder import (
     occupied,
     read_config,
 )
-from lit_diffusion.files import check_regular, is_checkpoint, path_after_replace
+from lit_diffusion.files import check_regular, is_checkpoint, path_after_replace, remove
 from lit_diffusion.lab.compare.command import run as compare
 from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs
 from lit_diffusion.signals import EXIT_SAVED, InterruptedBySignal, print_error, redeliver_signal
@@ -377,7 +377,8 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
         )
     if is_checkpoint(path_after_replace(folder / LAST)):
         return
-    if rest := sorted(folder.rglob("*.ckpt")):
+    # rglob does not enter links to folders.
+    if rest := sorted([*folder.glob("checkpoints/*.ckpt"), *folder.rglob("*.ckpt")]):
         raise ValueError(f"{folder} has {rest[0].name}, but no {LAST}: move or delete that folder.")
     # A fit that was killed before its first checkpoint may have some rows. If there are more rows,
     # the checkpoint was deleted. Rows count batches, and a GAN has fewer batches than steps, so
@@ -474,8 +475,9 @@ class Sweep:
         if steps is None:
             if latest_config(run.folder):  # it was killed before its first checkpoint
                 for path in run.folder.iterdir():
-                    if path.name not in (LOG, CLAIM):
-                        shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    is_link = path.is_symlink() and path.is_dir()  # the user's, to another disk
+                    if path.name not in (LOG, CLAIM) and not is_link:
+                        remove(path)
             print_status(f"{run.name} starts")
             return []
         if steps >= run.max_steps:

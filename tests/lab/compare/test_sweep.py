@@ -143,9 +143,20 @@ def lose_all_checkpoints_after_an_evaluation():
     (BASELINE / "evaluations.jsonl").write_text('{"step": 7}\n')
 
 
+def link_to_checkpoints():
+    (BASELINE / "checkpoints").rename("disk")
+    (BASELINE / "checkpoints").symlink_to(Path("disk").absolute())
+
+
+def lose_the_last_checkpoint_behind_a_link():
+    lose_the_last_checkpoint()
+    link_to_checkpoints()
+
+
 @pytest.mark.parametrize(
     ("change", "err"),
     [
+        (lose_the_last_checkpoint_behind_a_link, " has best-fid.ckpt, but no checkpoints/last"),
         (lose_the_last_checkpoint, " has best-fid.ckpt, but no checkpoints/last.ckpt"),
         (lose_all_checkpoints_after_an_evaluation, " has results up to step 7, but no check"),
         (lambda: (BASELINE / "config.yaml").write_text(""), "/config.yaml must hold settings"),
@@ -196,6 +207,17 @@ def test_the_folder_of_a_fit_that_no_sweep_started_is_left_alone_until_it_ends(o
     assert job.name == "baseline/seed-0"
     assert sorted(path.name for path in BASELINE.iterdir()) == [".lock", LOG]
     assert (BASELINE / ".lock").stat().st_ino == claimed  # a new file would be another claim
+
+
+def test_a_link_to_a_folder_of_checkpoints_stays(one_run):
+    link_to_checkpoints()
+    assert list(small_sweep().jobs()) == []  # finished
+    Path("disk/last.ckpt").unlink()
+    (BASELINE / "metrics.csv").unlink()
+    (job,) = small_sweep().jobs()  # as if it was killed before its first checkpoint
+    assert job.name == "baseline/seed-0"
+    assert sorted(path.name for path in BASELINE.iterdir()) == [".lock", "checkpoints", LOG]
+    assert (BASELINE / "checkpoints").resolve() == Path("disk").absolute()
 
 
 def start(options: str) -> subprocess.Popen:
