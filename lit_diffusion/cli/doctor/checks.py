@@ -205,7 +205,10 @@ def check_time(run: ExaminedRun) -> Iterator[Finding]:
     if not training > 0:  # no steps are left, or their number or duration is unknown
         return
     accumulate = run.trainer.accumulate_grad_batches
-    batches = run.count_rounds(run.validation_interval) * run.num_val_batches / run.ranks
+    batches, limit = run.num_val_batches, run.trainer.limit_val_batches
+    if not (isinstance(limit, int) and batches >= limit):  # an int counts the batches of each rank
+        batches /= run.ranks
+    batches *= run.count_rounds(run.validation_interval)
     validation = batches * run.step_seconds / accumulate / 3  # without the backward pass
     generated = sum(grid.num * run.count_rounds(grid.every_n_steps) for grid in run.grids)
     for fid in run.evaluations:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sized
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lit_diffusion import callbacks
 from lit_diffusion.callbacks.evaluation import PeriodicEvaluation
@@ -24,6 +24,7 @@ from lit_diffusion.cli.fitting import RunCLI, explain
 from lit_diffusion.cli.run_folder import Request
 from lit_diffusion.config.messages import describe_error, explain_parse_error, is_user_error
 from lit_diffusion.data.base import ImageDataModule
+from lit_diffusion.data.loaders import ShuffledSampler
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
 from lit_diffusion.solvers.steps import solver_times
@@ -192,7 +193,7 @@ class ExaminedRun:
         self.batch_size = getattr(loader, "batch_size", None) or self.batch_size
         batches = trainer.num_training_batches
         if self.ranks > 1 and isinstance(loader, DataLoader) and math.isfinite(batches):
-            batches = limited_batches(trainer, len(loader) // self.ranks)
+            batches = limited_batches(trainer, batches_per_rank(loader, self.ranks))
         batches = 0 if loader is None or math.isinf(batches) else int(batches)  # 0 is unknown
         self.steps_per_epoch = math.ceil(batches / accumulate) or None
 
@@ -212,6 +213,16 @@ class ExaminedRun:
             between = batches * epochs / (batches // each) if each <= batches else None
         steps_per_batch = (self.steps_per_epoch or 0) / batches if batches else 1 / accumulate
         self.validation_interval = None if between is None else between * steps_per_batch
+
+
+def batches_per_rank(loader: DataLoader[Any], ranks: int) -> int:
+    """Number of batches of each rank in an epoch, if a loader of one process is divided."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return len(loader) // ranks
+    # ShuffledSampler drops images that not every rank can have. The Trainer's sampler repeats some.
+    drops, images = isinstance(loader.sampler, ShuffledSampler), len(cast(Sized, loader.sampler))
+    share = images // ranks if drops else math.ceil(images / ranks)
+    return share // loader.batch_size if loader.drop_last else math.ceil(share / loader.batch_size)
 
 
 class FitMeasured(Exception):

@@ -17,6 +17,7 @@ from support.plain_module import make_trainer
 from support.small_digits import small_digits
 from support.tiny_run import HERE, TinyData, TinyModule, TinyNet, spec, tiny_config
 from torch import optim
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lit_diffusion.callbacks import EMA, FIDEvaluation, PowerEMA, SampleGrid
 from lit_diffusion.cli.doctor import checks
@@ -226,10 +227,22 @@ def test_steps_and_validations_are_those_of_the_trainer(settings, tmp_path):
 
 def test_ranks_share_an_epoch_and_ask_for_cores():
     options = ["--trainer.strategy=ddp", "--trainer.devices=64", "--data.init_args.batch_size=5"]
-    run = examined_run(tiny_config(), *TRUST, *options, "--data.init_args.num=1437")
+    run = examined_run(digits(), *options)
     assert (run.ranks, run.steps_per_epoch) == (64, 1437 // 64 // 5)
     (finding,) = checks.check_ranks(run)
     require(finding, Level.WARNING, "64 processes")
+
+
+@pytest.mark.parametrize(("num", "drop_last"), [(10, False), (15, True)])
+def test_ranks_share_the_images_of_any_loader_as_the_trainer_does(num, drop_last, monkeypatch):
+    def loader(data, sampler=None):
+        return DataLoader(data.data, 4, sampler=sampler, drop_last=drop_last)
+
+    monkeypatch.setattr(TinyData, "train_dataloader", loader)
+    options = ["--trainer.strategy=ddp", "--trainer.devices=2", f"--data.init_args.num={num}"]
+    run = examined_run(tiny_config(), *TRUST, *options)
+    sampler = DistributedSampler(range(num), num_replicas=2, rank=0)  # which the Trainer adds
+    assert run.steps_per_epoch == len(loader(TinyData(num=num), sampler))
 
 
 @pytest.mark.parametrize(
@@ -323,15 +336,16 @@ def test_what_is_advised_instead_of_a_long_average_is_short_enough(run, warmup):
 
 
 def test_time_adds_up_training_validation_and_sampling(run):
-    run.step_seconds, run.sample_seconds = 1.0, 2.0
+    run.step_seconds, run.sample_seconds, run.num_val_batches = 1.0, 2.0, 600
     run.evaluations = [FIDEvaluation(360, "digits-cnn", every_n_steps=500, repeats_at_end=1)]
     run.grids = [SampleGrid(4, every_n_steps=1000)]
-    for ranks in (1, 4):
-        run.ranks = ranks
+    for ranks, limit in ((1, 1.0), (4, 1.0), (4, 600)):
+        run.ranks, run.trainer.limit_val_batches = ranks, limit
         sampling = 2.0 * (5 * 360 / ranks + 2 * 4)
-        validation = 4 * 6 / ranks / 3
+        validation = 4 * 600 / (ranks if limit == 1.0 else 1) / 3  # an int limits each rank
         total = 2000 + sampling + validation
         (time,) = checks.check_time(run)
+        assert f"{validation / total:.0%} of it for validation" in time.text
         assert f"{sampling / total:.0%} for FIDs and sample grids" in time.text
         assert time.level is (Level.WARNING if ranks == 1 else Level.NOTE)
 
