@@ -103,7 +103,7 @@ def load_module(
     trust: Iterable[str] = (),
 ) -> LoadedModule:
     """Load a module as `load` does, and return it with the content of its checkpoint."""
-    name = str(path)
+    name, trust = str(path), tuple(trust)
     path = checkpoint_file(path)
     exported = is_exported(path)
     if exported:
@@ -121,7 +121,7 @@ def load_module(
                 f"the {kind}, or work in another folder."
             ) from None
     if module is None:
-        with limit_parameters(checkpoint["state_dict"]):
+        with limit_parameters(checkpoint["state_dict"], trust):
             module = build_module(checkpoint, path, trust)
     module.on_load_checkpoint(checkpoint)  # as in Lightning; may raise
     step = int(checkpoint.get("global_step", 0))

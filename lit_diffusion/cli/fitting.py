@@ -224,7 +224,8 @@ class RunCLI(LightningCLI):
         """Build model, data and Trainer, and store class paths and arguments as hyperparameters."""
         options.set_float32_precision(self.config_dump["float32_precision"])
         try:
-            with limit_parameters(self._weights) if self._weights else nullcontext():
+            trust = self.request.trust
+            with limit_parameters(self._weights, trust) if self._weights else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:  # jsonargparse wraps the errors of constructors
             message = _failed_init(error) + explain_parse_error(error)

@@ -191,3 +191,12 @@ def test_a_network_is_not_built_that_is_far_larger_than_its_weights_or_has_no_en
         with pytest.raises(ValueError, match="far more parameters"):
             nn.Sequential(*(nn.Linear(1, 1) for _ in range(10**12)))
     nn.Linear(2000, 2000)
+
+
+def test_networks_that_trusted_code_builds_are_not_limited():
+    """As a frozen teacher that a module of the user has outside of its state_dict."""
+    with limit_parameters(nn.Linear(100, 100).state_dict(), iter([__name__])):
+        nn.Linear(2000, 2000)
+        nn.Linear(2000, 2000)
+    with limit_parameters({}, ["others", "./folder"]), pytest.raises(ValueError, match="far more"):
+        nn.Linear(2000, 2000)
