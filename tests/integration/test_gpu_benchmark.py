@@ -1,11 +1,15 @@
 """The scripts of tests/benchmarks/gpu run on a CPU, with small networks, and keep their rows."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from lit_diffusion.lab.compare.sweep import PlannedRun
 
 pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
 SCRIPTS = Path(__file__).parents[1] / "benchmarks/gpu"
@@ -34,3 +38,18 @@ def test_small_networks_are_timed_on_a_cpu(tmp_path):
         text=True,
     ).stdout
     assert "| ours, channels_last, eager |" in tables
+
+
+def test_the_pilot_does_not_repeat_a_run_that_has_failed(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("pilot", SCRIPTS / "pilot.py")
+    pilot = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pilot)
+    planned = [("1e-4", PlannedRun("mdlrc", seed, tmp_path / "run", (), 9)) for seed in (0, 1)]
+    codes = [1, 2, 2]  # a failure, then a mistake, such as missing images
+    monkeypatch.setattr(pilot, "runs", lambda *_: iter(planned))
+    monkeypatch.setattr(subprocess, "run", lambda _: SimpleNamespace(returncode=codes.pop(0)))
+    monkeypatch.setattr(sys, "argv", ["pilot.py", "--minutes=1", f"--csv={tmp_path}"])
+    pilot.main()
+    assert codes == [2]
+    pilot.main()  # tries only the second run again
+    assert codes == []

@@ -7,7 +7,8 @@ script starts the runs that the CSV files lack, one after the other and in a fix
 the duration of the longest run fits into the time that is left. When a run has finished, its FIDs
 are appended to cifar10-pilot-LR.csv in the folder --csv, so the next call continues with the next
 run, on any machine. Checkpoints of unfinished runs are not kept. Each row names the device and the
-extractor of its FIDs; files made with one extractor are not continued with another.
+extractor of its FIDs; files made with one extractor are not continued with another. A run that
+fails, for example because it diverges, is added to cifar10-pilot-failed.txt, and not tried again.
 
 The images must be in data/cifar10/train and data/cifar10/test. FID uses the features of
 cifar10-jpeg-cnn.safetensors, which `lit-diffusion train-extractor` trained on images that were
@@ -74,17 +75,23 @@ def main() -> None:
     if others := {row["extractor"] for row in rows} - {extractor}:
         sys.exit(f"{args.csv} has FIDs of another extractor ({others.pop()}, not {extractor}).")
     finished = {(row["lr"], row["arm"], row["seed"]) for row in rows}
+    failures = args.csv / "cifar10-pilot-failed.txt"
+    failed = failures.read_text().splitlines() if failures.exists() else []
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     longest = max((float(row["seconds"]) for row in rows if row["device"] == device), default=0.0)
     for lr, run in runs(args.out, options):
-        if (lr, run.arm, str(run.seed)) in finished:
+        name = f"{run.name} at lr {lr}"
+        if (lr, run.arm, str(run.seed)) in finished or name in failed:
             continue
         if time.monotonic() + longest > end:
-            sys.exit(f"{run.name} at lr {lr} is left for the next call: no time is left.")
+            sys.exit(f"{name} is left for the next call: no time is left.")
         shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was killed
         start = time.monotonic()
-        if subprocess.run(run.command).returncode:  # for example because the training diverged
-            print(f"{run.name} at lr {lr} failed; the next call tries it again.")
+        if code := subprocess.run(run.command).returncode:
+            if code == 1:  # not a wrong config or a signal
+                with failures.open("a") as file:
+                    file.write(f"{name}\n")
+            print(f"{name} failed with exit code {code}; {failures} lists runs not to try again.")
             continue
         seconds = time.monotonic() - start
         longest = max(longest, seconds)
@@ -96,7 +103,7 @@ def main() -> None:
                 writer.writeheader()
             writer.writerows(fixed | row for row in evaluations(run))
         shutil.rmtree(run.folder / "checkpoints")
-    print("all runs are finished")
+    print("all runs are finished or have failed")
 
 
 if __name__ == "__main__":
