@@ -346,7 +346,11 @@ def _report_overridden(
             overridden = [
                 key
                 for key, (old, new) in _changes(settings, if_last).items()
-                if not (isinstance(old, list) and new[: len(old)] == old)  # callbacks are appended
+                if not (  # appended callbacks are only repeated
+                    isinstance(old, list)
+                    and isinstance(new, list)
+                    and all(isinstance(each, dict) and each in old for each in new)
+                )
             ]
         if overridden:
             print_status(f"arm {arm}: later configs override {', '.join(overridden)} of {name}")

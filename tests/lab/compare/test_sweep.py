@@ -78,8 +78,14 @@ def test_a_config_that_later_configs_of_its_arm_override_is_reported_or_refused(
     write_config({"model": {"init_args": init_args}}, Path("shifted.yaml"))
     err = refusal(capsys, "--arms slow.yaml+shifted.yaml")
     assert "arm slow+shifted: slow.yaml has no effect, because later configs override" in err
+    loggers = [{"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}}]
+    write_config({"trainer": {"logger": False, "devices": [0, 1]}}, Path("two.yaml"))
+    write_config({"trainer": {"logger": loggers, "accelerator": "cpu"}}, Path("logged.yaml"))
+    write_config({"trainer": {"devices": [0]}}, Path("one.yaml"))
     for arms, overridden in {
         "shifted.yaml+slow.yaml": ["model.optimizer.lr of shifted.yaml"],
+        "two.yaml+logged.yaml": ["trainer.logger of two.yaml"],
+        "two.yaml+one.yaml": ["trainer.devices of two.yaml"],
         "slow.yaml+ema.yaml": [],
         "ema.yaml+slow.yaml": [],
     }.items():
