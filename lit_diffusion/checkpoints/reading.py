@@ -238,8 +238,10 @@ def limit_parameters(state: Mapping[str, Any], trust: Iterable[str] = ()) -> Ite
     Therefore, the context counts each parameter when a module registers it, and raises the error
     before the whole network is built. Parameters that code of a package in `trust` registers are
     not counted, because a class of the user may have frozen networks outside of its state_dict.
+    The code that enters the context is counted, even if it is in such a package.
     """
     trust = tuple(trust)
+    num_outer = len(list(walk_stack(currentframe()))) - 2  # without this frame and `__enter__`
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     # The limits are loose, because parametrizations and replaced layers register parameters again.
     max_tensors = 1000 + 4 * len(tensors)
@@ -248,9 +250,10 @@ def limit_parameters(state: Mapping[str, Any], trust: Iterable[str] = ()) -> Ite
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         nonlocal num_tensors, num_numbers
-        callers = (str(f.f_globals.get("__name__")) for f, _ in walk_stack(currentframe()))
-        if trust and any(is_within(caller, trust) for caller in callers):
-            return
+        if trust:
+            frames = [frame for frame, _ in walk_stack(currentframe())][:-num_outer]
+            if any(is_within(str(frame.f_globals.get("__name__")), trust) for frame in frames):
+                return
         num_tensors += 1
         num_numbers += 0 if parameter is None else parameter.numel()
         if num_tensors > max_tensors or num_numbers > max_numbers:

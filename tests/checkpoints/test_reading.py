@@ -195,8 +195,15 @@ def test_a_network_is_not_built_that_is_far_larger_than_its_weights_or_has_no_en
 
 def test_networks_that_trusted_code_builds_are_not_limited():
     """As a frozen teacher that a module of the user has outside of its state_dict."""
+
+    def teacher():
+        return nn.Linear(2000, 2000)
+
     with limit_parameters(nn.Linear(100, 100).state_dict(), iter([__name__])):
-        nn.Linear(2000, 2000)
-        nn.Linear(2000, 2000)
+        teacher()
+        teacher()
     with limit_parameters({}, ["others", "./folder"]), pytest.raises(ValueError, match="far more"):
+        teacher()
+    # The caller is not in the checkpoint, as a trusted script that calls `load`.
+    with limit_parameters({}, [__name__]), pytest.raises(ValueError, match="far more"):
         nn.Linear(2000, 2000)
