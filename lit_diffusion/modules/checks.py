@@ -1,5 +1,6 @@
 """Validation of the arguments, data, checkpoints and samples of modules."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -147,13 +148,16 @@ def check_noise_labels(network: nn.Module, process: Process) -> None:
 
     The check has an effect only for networks with this attribute. Between the ends of the process,
     a typical Fourier feature must turn more than 0.1 times, or the network could not tell noise
-    levels apart, and less than 100 times, or it could not interpolate between them.
+    levels apart, and less than 100 times, or it could not interpolate between them. Labels that
+    are constant, or infinite at an end of the process, are not checked.
     """
     bandwidth = getattr(network, "fourier_bandwidth", None)
     if bandwidth is None:
         return
     ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
-    low, high = process.noise_label(ends).tolist()
+    low, high = sorted(process.noise_label(ends).tolist())
+    if not 0 < high - low < math.inf:
+        return
     if not 0.1 < bandwidth * (high - low) < 100:
         raise ValueError(
             f"fourier_bandwidth={bandwidth} of {type(network).__name__} does not suit {process}, "

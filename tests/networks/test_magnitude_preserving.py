@@ -535,6 +535,14 @@ def test_it_can_be_written_in_yaml():
     assert network(*batch(), condition("labels")).shape == (4, 2, 8, 8)
 
 
+class Labels(EDMProcess):
+    """EDMProcess with other noise labels."""
+
+    def __init__(self, label):
+        super().__init__()
+        object.__setattr__(self, "noise_label", label)
+
+
 @pytest.mark.parametrize(
     ("bandwidth", "process", "fits"),
     [
@@ -542,6 +550,9 @@ def test_it_can_be_written_in_yaml():
         (0.005, DiscreteVP(LinearBetas(1000)), True),
         (0.005, EDMProcess(), False),
         (1.0, DiscreteVP(LinearBetas(1000)), False),
+        (1.0, Labels(lambda t: -t.log() / 4), True),  # labels of a user's process may fall,
+        (1.0, Labels(lambda t: 0 * t), True),  # be constant,
+        (1.0, Labels(lambda t: (t / 80).logit()), True),  # or be infinite at an end
     ],
 )
 def test_a_bandwidth_that_hides_the_noise_level_is_not_trained(tmp_path, bandwidth, process, fits):
