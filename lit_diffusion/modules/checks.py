@@ -136,9 +136,10 @@ def check_correction(
     bias_weight = getattr(auxiliary_loss, "bias_weight", 0.0)
     if bias_weight != max(weight, 0.0):
         loss = f"ContrastiveFlow(weight={weight})" if weight > 0 else "no ContrastiveFlow"
+        actual = f"{type(auxiliary_loss).__name__} with bias_weight={bias_weight}"
         raise ValueError(
             f"{parameterization} needs {loss} in training, got auxiliary_loss="
-            f"{type(auxiliary_loss).__name__} with bias_weight={bias_weight}; change one of them, "
+            f"{None if auxiliary_loss is None else actual}; change one of them, "
             f"or use {parameterization.base}."
         )
 

@@ -6,7 +6,7 @@ deepcopy or pickle are not compiled.
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch._functorch.config
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.gaussian import step_table
 from lit_diffusion.modules.sharding import network_blocks
-from lit_diffusion.protocols import Condition, Loss, by_part
+from lit_diffusion.protocols import Condition, Loss, Parameterization, Prediction, Process, by_part
 
 CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 """A mode of `torch.compile`. All but "default" use CUDA graphs."""
@@ -89,16 +89,23 @@ def run_compiled(
 
 
 @_backward_as_eager  # type: ignore[untyped-decorator]
-def run_compiled_loss(loss: Loss, *inputs: Any) -> Tensor:
-    """Call `loss.per_sample(*inputs)` in training, compiled if the loss learns the variance.
+def run_compiled_loss(
+    loss: Loss,
+    weighted_error: Tensor,
+    prediction: Prediction,
+    process: Process,
+    parameterization: Parameterization,
+) -> Tensor:
+    """Call `loss.per_sample` in training, compiled if the loss learns the variance.
 
-    Torch compiles a graph for each batch size.
+    Torch compiles a graph for each batch size. The arguments after `loss` are the same as in
+    `protocols.Loss.per_sample`.
     """
     if loss.output_factor == 1:
-        return loss.per_sample(*inputs)
-    _, prediction, process, _ = inputs
+        return loss.per_sample(weighted_error, prediction, process, parameterization)
     step_table(process, prediction.t.device)  # fills the cache outside of the graph
-    return _compile(type(loss).per_sample)(loss, *inputs)
+    per_sample = _compile(type(loss).per_sample)
+    return per_sample(loss, weighted_error, prediction, process, parameterization)
 
 
 @cache

@@ -295,7 +295,7 @@ def test_batches_of_one_image_are_refused():
 @pytest.mark.parametrize(
     ("weight", "loss", "message"),
     [
-        (0.05, None, r"needs ContrastiveFlow\(weight=0.05\) in training, got auxiliary_loss=None"),
+        (0.05, None, r"needs ContrastiveFlow\(weight=0.05\) in training, got auxiliary_loss=None;"),
         (0.05, Dispersive("enter"), "got auxiliary_loss=Dispersive with bias_weight=0.0"),
         (0.05, ContrastiveFlow(0.1), "got auxiliary_loss=ContrastiveFlow with bias_weight=0.1"),
         (-0.05, ContrastiveFlow(0.05), "needs no ContrastiveFlow in training"),
